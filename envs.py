@@ -1,0 +1,341 @@
+"""Cooperative multi-agent environments in JAX, and the contract between them and the algorithms.
+
+    env.reset(key)                    -> (AgentObservation, env_state)
+    env.step(key, env_state, action)  -> (TimeStep, env_state)        never resets
+    step_autoreset(env, key, ...)     -> (TimeStep, env_state, AgentObservation)
+
+An environment is a frozen (hashable) dataclass whose fields are its sizes and coefficients. It decides what the critic
+sees: an algorithm only asks for `AgentObservation.critic_input`. Everything is pure, of static shape, and for one
+episode: the caller vmaps. All agents end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not.
+
+Axes: N agents, O observation, C critic observation, A actions, H x W grid cells (row, column), V window side.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+# --- 1. the contract ------------------------------------------------------------------------------
+class AgentObservation(NamedTuple):
+    """What the agents perceive. The leading axis is always the agents."""
+
+    observation: Array  # [N, O] what the actor sees
+    critic_observation: Array | None = None  # [N, C] what the critic sees instead; None: it sees `observation`
+    action_mask: Array | None = None  # [N, A] True = allowed; discrete actions only
+
+    @property
+    def critic_input(self) -> Array:
+        """[N, C], or [N, O] where the environment offers nothing else."""
+        return self.observation if self.critic_observation is None else self.critic_observation
+
+
+class TimeStep(NamedTuple):
+    """The outcome of one step."""
+
+    observation: AgentObservation  # after the step and before any reset
+    reward: Array  # [N]
+    cost: Array  # [] constraint violation of this step, 0 where there is no constraint
+    terminated: Array  # [] bool, the task is over: nothing follows
+    truncated: Array  # [] bool, the clock ran out: the future still has a value
+    info: dict[str, Array]  # scalars
+
+
+def step_autoreset(env, key: Array, env_state, action: Array) -> tuple[TimeStep, Any, AgentObservation]:
+    """Step, and start a fresh episode where this one ended.
+
+    Returns the true outcome (`time_step.observation` is the final observation, never the reset one), then the state and
+    the observation to act from next.
+    """
+    step_key, reset_key = jax.random.split(key)
+    time_step, next_state = env.step(step_key, env_state, action)
+    fresh = env.reset(reset_key)
+    done = time_step.terminated | time_step.truncated
+    observation, env_state = jax.tree.map(
+        lambda reset, stepped: jnp.where(done, reset, stepped), fresh, (time_step.observation, next_state)
+    )
+    return time_step, env_state, observation
+
+
+def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool]) -> None:
+    """Raise a one-line ValueError for the first of the named fields that fails the test; fields are named as flags."""
+    for name in names.split():
+        value = getattr(settings, name)
+        if not test(value):
+            raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
+
+
+# --- 2. graphs ------------------------------------------------------------------------------------
+def chebyshev_distance(position: Array) -> Array:
+    """Pairwise king's-move distance, [..., N, 2] -> [..., N, N]."""
+    return jnp.abs(position[..., :, None, :] - position[..., None, :, :]).max(-1)
+
+
+def fiedler_value(weight: Array) -> Array:
+    """Algebraic connectivity lambda_2: the second-smallest eigenvalue of the graph Laplacian (Fiedler 1973).
+
+    weight [N, N]: symmetric edge weights; the diagonal is ignored. Complete graph K_N: N. Star: 1. Path of N nodes:
+    2 - 2 cos(pi / N). Two components: 0. A single node counts as K_1: 1.
+    """
+    n = weight.shape[0]
+    if n == 1:
+        return jnp.ones((), weight.dtype)
+    weight = jnp.where(jnp.eye(n, dtype=bool), 0.0, weight)
+    return jnp.linalg.eigvalsh(jnp.diag(weight.sum(-1)) - weight)[1]
+
+
+# --- 3. Coverage ----------------------------------------------------------------------------------
+MOVES = np.array([(0, 0), (-1, 0), (0, 1), (1, 0), (0, -1)])  # stay, north, east, south, west as (row, column)
+ZOOM_SCALES = (3, 9, 27)  # box sides in cells of the far field: each level surrounds the one before
+
+
+class CoverageState(NamedTuple):
+    position: Array  # [N, 2] row, column
+    owner: Array  # [H, W] index of the robot that covered the cell first, -1: not covered
+    wall: Array  # [H, W] bool
+    belief: Array  # [N, H, W] bool, the cells that a robot knows to be covered
+    heard: Array  # [N, N, 2] where the first robot last knew the second to be
+    heard_time: Array  # [N, N] the step at which that was true
+    time: Array  # [] steps taken
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """N robots visit every free cell of a grid within `horizon` steps while their radio graph stays connected.
+
+    Actions: stay, north, east, south, west. A move into a wall or into a cell that is occupied is masked; if two robots
+    claim one free cell, the lower index gets it and the other stays. A robot covers the cell it stands on. It knows the
+    floor plan, the robots in range, the cells it covered itself, and what the robots in range knew one step ago of
+    covered cells and of the whereabouts of the others (gossip). An episode always takes `horizon` steps, since the
+    graph has to hold after the last cell as well, and ends truncated.
+
+    Reward: local_ratio x (cells this robot covered first) + (1 - local_ratio) x (their mean over the team)
+    + w_connectivity x (lambda_2 > 0.5). Cost: the shortfall of lambda_2 below `target_fiedler`, as a share of it.
+    lambda_2 is the Fiedler value under the edge weights sigmoid(2 (comm_r - distance)), distances in king's moves.
+
+    The size of the observation depends on neither the grid nor N, so that weights move from one size to another.
+    """
+
+    grid: int = 16  # cells per side, H = W
+    n_agents: int = 4  # robots
+    comm_r: int = 5  # radio range in king's moves
+    horizon: int = 100  # steps per episode
+    spawn_r: int = 2  # the robots start within this many king's moves of a random anchor
+    view_r: int = 3  # a robot sees a window of 2 view_r + 1 cells a side
+    n_nearest: int = 4  # teammates listed in an observation
+    obstacle_density: float = 0.0  # chance of a wall where row and column are odd: never cuts the map in two
+    local_ratio: float = 0.5  # share of a robot's own cells in its reward; the rest is the team mean
+    w_connectivity: float = 0.0  # reward per step with lambda_2 > 0.5; above 0 it makes robots huddle
+    target_fiedler: float = 0.6  # lambda_2 from which the cost is zero
+    critic_observation: bool = True  # let the critic see the true state of the team
+
+    def __post_init__(self):
+        check_range(self, "grid n_agents comm_r horizon view_r n_nearest", "at least 1", lambda value: value >= 1)
+        check_range(self, "spawn_r", "at least 0", lambda value: value >= 0)
+        check_range(self, "obstacle_density local_ratio", "in [0, 1]", lambda value: 0 <= value <= 1)
+        check_range(self, "w_connectivity", "finite and at least 0", lambda value: 0 <= value < np.inf)
+        check_range(self, "target_fiedler", "finite and above 0", lambda value: 0 < value < np.inf)
+        walls = ((self.spawn_side + 1) // 2) ** 2 if self.obstacle_density > 0 else 0  # at most this many
+        room = self.spawn_side**2 - walls
+        check_range(self, "n_agents", f"at most {room}, the cells of the spawn area", lambda value: value <= room)
+
+    @property
+    def spawn_side(self) -> int:
+        """Side of the spawn area in cells."""
+        return min(2 * self.spawn_r + 1, self.grid)
+
+    def reset(self, key: Array) -> tuple[AgentObservation, CoverageState]:
+        """A fresh episode: every robot on a cell of its own, near a random anchor."""
+        wall_key, anchor_key, cell_key = jax.random.split(key, 3)
+        odd = np.arange(self.grid) % 2 == 1
+        wall = jnp.zeros((self.grid, self.grid), bool)
+        if self.obstacle_density > 0:
+            wall = (odd[:, None] & odd) & jax.random.bernoulli(wall_key, self.obstacle_density, wall.shape)
+
+        anchor = jax.random.randint(anchor_key, (2,), 0, self.grid)
+        corner = jnp.clip(anchor - self.spawn_r, 0, self.grid - self.spawn_side)  # the whole area lies on the grid
+        blocked = jax.lax.dynamic_slice(wall, corner, (self.spawn_side, self.spawn_side)).reshape(-1)
+        order = jnp.argsort(jax.random.uniform(cell_key, blocked.shape) + blocked)  # random, walls last
+        position = corner + jnp.stack(jnp.divmod(order[: self.n_agents], self.spawn_side), -1)
+
+        robot = jnp.arange(self.n_agents)
+        row, column = position.T
+        state = CoverageState(
+            position=position,
+            owner=jnp.full(wall.shape, -1).at[row, column].set(robot),
+            wall=wall,
+            belief=jnp.zeros((self.n_agents, *wall.shape), bool).at[robot, row, column].set(True),
+            heard=jnp.broadcast_to(position, (self.n_agents, self.n_agents, 2)),
+            heard_time=jnp.zeros((self.n_agents, self.n_agents), jnp.int32),
+            time=jnp.zeros((), jnp.int32),
+        )
+        return self._observe(state, self.fiedler(position)), state
+
+    def step(self, key: Array, state: CoverageState, action: Array) -> tuple[TimeStep, CoverageState]:
+        """Move all robots at once, action [N] in 0..4 (see MOVES). Deterministic: the key is part of the contract."""
+        position = self._move(state, action)
+        robot = jnp.arange(self.n_agents)
+        row, column = position.T
+        first = state.owner[row, column] < 0
+        belief, heard, heard_time = self._gossip(state, position)
+        state = CoverageState(
+            position=position,
+            owner=state.owner.at[row, column].max(jnp.where(first, robot, -1)),
+            wall=state.wall,
+            belief=belief.at[robot, row, column].set(True),
+            heard=heard,
+            heard_time=heard_time,
+            time=state.time + 1,
+        )
+
+        fiedler = self.fiedler(position)
+        connected = (fiedler > 0.5).astype(jnp.float32)
+        own = first.astype(jnp.float32)
+        time_step = TimeStep(
+            observation=self._observe(state, fiedler),
+            reward=self.local_ratio * own + (1 - self.local_ratio) * own.mean() + self.w_connectivity * connected,
+            cost=jnp.maximum(self.target_fiedler - fiedler, 0.0) / self.target_fiedler,
+            terminated=jnp.zeros((), bool),
+            truncated=state.time >= self.horizon,
+            info={
+                "coverage": self._coverage(state),
+                "fiedler": fiedler,
+                "connected": connected,
+                "connected_weak": (fiedler > 1e-3).astype(jnp.float32),
+            },
+        )
+        return time_step, state
+
+    def episode_summary(self, info: dict[str, Array]) -> dict[str, Array]:
+        """Figures of whole episodes in percent: cells covered at the end, steps connected. Leaves [T, ...] -> [...]."""
+        return {
+            "coverage": 100 * info["coverage"][-1],
+            "connected": 100 * info["connected"].mean(0),
+            "connected_weak": 100 * info["connected_weak"].mean(0),
+        }
+
+    def action_mask(self, state: CoverageState) -> Array:
+        """[N, 5] True where the cell is on the grid, free, and nobody stands on it. Staying is always allowed."""
+        blocked = state.wall.at[state.position[:, 0], state.position[:, 1]].set(True)
+        target = state.position[:, None] + MOVES
+        inside = ((target >= 0) & (target < self.grid)).all(-1)
+        row, column = jnp.moveaxis(jnp.clip(target, 0, self.grid - 1), -1, 0)
+        return (inside & ~blocked[row, column]).at[:, 0].set(True)
+
+    def fiedler(self, position: Array) -> Array:
+        """lambda_2 of the soft radio graph, [N, 2] -> []."""
+        return fiedler_value(self._link_weight(position))
+
+    def teammate_offsets(self, observation: Array) -> tuple[Array, Array]:
+        """Read from observations [..., O]: (nearest teammate, weakest link), each [..., 3] as (row, column, in range).
+
+        Offsets in cells. The nearest one is where it was last heard of if nobody is in range; the weakest link is the
+        farthest teammate in range, zeros if there is none.
+        """
+        start = 3 * (2 * self.view_r + 1) ** 2 + 16 * len(ZOOM_SCALES)
+        slot = observation[..., start : start + 3 * self.n_nearest + 3]
+        in_cells = jnp.array([self.comm_r, self.comm_r, 1])
+        nearest, weakest = jnp.round(in_cells * slot[..., :3]), jnp.round(in_cells * slot[..., -3:])
+        return nearest.at[..., 2].set(slot[..., 2] == 1), weakest
+
+    def text_map(self, state: CoverageState) -> str:
+        """The map: which robot covered a cell first, `.` missed, `#` wall; a robot stands where a `*` follows."""
+        owner, wall, position = (np.asarray(leaf) for leaf in (state.owner, state.wall, state.position))
+        symbol = np.array(list(".0123456789abcdefghijklmnopqrstuvwxyz"))
+        cell = np.where(wall, "#", symbol[1 + owner % 36 * (owner >= 0) - (owner < 0)])
+        standing = np.full(wall.shape, " ")
+        standing[position[:, 0], position[:, 1]] = "*"
+        return "\n".join("".join(np.char.add(*row)).rstrip() for row in zip(cell, standing, strict=True))
+
+    def _move(self, state: CoverageState, action: Array) -> Array:
+        """Positions after the claims are settled, [N, 2]."""
+        allowed = jnp.take_along_axis(self.action_mask(state), action[:, None], 1)
+        target = state.position + allowed * jnp.asarray(MOVES)[action]
+        same_cell = (target[:, None] == target[None]).all(-1)
+        lost = jnp.tril(same_cell, -1).any(1)  # a lower index claims the same cell
+        return jnp.where(lost[:, None], state.position, target)
+
+    def _gossip(self, state: CoverageState, position: Array) -> tuple[Array, Array, Array]:
+        """What the robots know after hearing what those in range knew one step ago: (belief, heard, heard_time)."""
+        in_range = chebyshev_distance(position) <= self.comm_r  # [N, N], itself included
+        belief = jnp.einsum("ij,jhw->ihw", in_range.astype(jnp.float32), state.belief.astype(jnp.float32)) > 0
+        told_time = jnp.where(in_range[:, :, None], state.heard_time, -1)  # [listener, speaker, subject]
+        told = state.heard[told_time.argmax(1), jnp.arange(self.n_agents)]  # the freshest word on each subject
+        heard = jnp.where(in_range[:, :, None], position, told)
+        return belief, heard, jnp.where(in_range, state.time + 1, told_time.max(1))
+
+    def _link_weight(self, position: Array) -> Array:
+        """Soft edge weights of the radio graph, [N, N]."""
+        return jax.nn.sigmoid(2.0 * (self.comm_r - chebyshev_distance(position)))
+
+    def _coverage(self, state: CoverageState) -> Array:
+        return (state.owner >= 0).sum() / (~state.wall).sum()
+
+    def _observe(self, state: CoverageState, fiedler: Array) -> AgentObservation:
+        unknown = ~state.belief & ~state.wall
+        time_left = jnp.broadcast_to(1.0 - state.time / self.horizon, (self.n_agents, 1))
+        view = (
+            self._window(state, unknown),
+            self._far_field(state.position, unknown),
+            self._teammates(state),
+            time_left,
+        )
+        observation = jnp.concatenate(view, -1)
+        critic_observation = None
+        if self.critic_observation:
+            truth = jnp.concatenate([observation.mean(0), fiedler[None], self._coverage(state)[None]])
+            critic_observation = jnp.concatenate([observation, jnp.tile(truth, (self.n_agents, 1))], -1)
+        return AgentObservation(observation, critic_observation, self.action_mask(state))
+
+    def _window(self, state: CoverageState, unknown: Array) -> Array:
+        """Egocentric view, three layers: unknown, wall or outside, robot. [N, 3 V V]"""
+        r, side = self.view_r, 2 * self.view_r + 1
+        plan = jnp.pad(state.wall, r, constant_values=True).astype(jnp.uint8)
+        plan = plan.at[state.position[:, 0] + r, state.position[:, 1] + r].add(2)
+        code = plan + 4 * jnp.pad(unknown, ((0, 0), (r, r), (r, r))).astype(jnp.uint8)  # three layers in one look-up
+        cut = jax.vmap(lambda plane, corner: jax.lax.dynamic_slice(plane, corner, (side, side)))
+        window = cut(code, state.position).reshape(self.n_agents, 1, side * side)
+        layer = (window & jnp.array([4, 1, 2], jnp.uint8)[:, None]) > 0
+        return layer.reshape(self.n_agents, -1).astype(jnp.float32)
+
+    def _far_field(self, position: Array, unknown: Array) -> Array:
+        """Unknown ground in the 8 boxes around a robot, at each zoom level the share and whether any. [N, 16 levels]
+
+        One product of the unknown map with 0/1 membership vectors: what a robot pays beyond the map update is constant.
+        """
+        edge = np.stack([-(3 * scale - 1) // 2 + scale * np.arange(4) for scale in ZOOM_SCALES])  # [Z, 4]
+        offset = np.arange(self.grid) - position[:, :, None, None, None]  # [N, 2, 1, 1, cell]
+        member = ((offset >= edge[:, :3, None]) & (offset < edge[:, 1:, None])).astype(
+            jnp.float32
+        )  # [N, 2, Z, 3, cell]
+        strip = jnp.einsum("nzrh,nhw->nzrw", member[:, 0], unknown.astype(jnp.float32))
+        box = jnp.einsum("nzrw,nzcw->nzrc", strip, member[:, 1]).reshape(self.n_agents, -1, 9)
+        around = jnp.delete(box, 4, axis=2, assume_unique_indices=True)
+        share = around / np.square(ZOOM_SCALES)[:, None]
+        return jnp.concatenate([share, around > 0], -1).reshape(self.n_agents, -1)
+
+    def _teammates(self, state: CoverageState) -> Array:
+        """The nearest teammates, then the weakest link, then the own soft degree. [N, 3 n_nearest + 4]
+
+        A listed teammate is (row offset / comm_r, column offset / comm_r, 1 / (1 + age of the news)), the last is 1 for
+        one in range; those come first. The weakest link is the farthest teammate in range. Zeros where there is none.
+        """
+        itself = jnp.eye(self.n_agents, dtype=bool)
+        age = state.time - state.heard_time
+        offset = (state.heard - state.position[:, None]) / self.comm_r
+        distance = jnp.abs(offset).max(-1)
+        teammate = jnp.concatenate([offset, 1 / (1 + age)[..., None]], -1) * ~itself[..., None]
+
+        order = jnp.argsort(jnp.where(itself, jnp.inf, distance + 1e3 * (age > 0)), axis=1)[:, : self.n_nearest]
+        nearest = jnp.take_along_axis(teammate, order[..., None], 1).reshape(self.n_agents, -1)
+        nearest = jnp.pad(nearest, ((0, 0), (0, 3 * self.n_nearest - nearest.shape[1])))
+        farthest = jnp.where(itself | (age > 0), -1.0, distance).argmax(1)
+        link = jnp.take_along_axis(teammate, farthest[:, None, None], 1)[:, 0]
+        link = link * (link[:, 2:] == 1)  # with nobody in range the maximum fell on a stale entry
+        degree = (self._link_weight(state.position) * ~itself).sum(1, keepdims=True)
+        return jnp.concatenate([nearest, link, degree / 4], -1)
