@@ -263,7 +263,7 @@ class Coverage:
     def _gossip(self, state: CoverageState, position: Array) -> tuple[Array, Array, Array]:
         """What the robots know after hearing what those in range knew one step ago: (belief, heard, heard_time)."""
         in_range = chebyshev_distance(position) <= self.comm_r  # [N, N], itself included
-        belief = jnp.einsum("ij,jhw->ihw", in_range.astype(jnp.float32), state.belief.astype(jnp.float32)) > 0
+        belief = (in_range[:, :, None, None] & state.belief).any(1)
         told_time = jnp.where(in_range[:, :, None], state.heard_time, -1)  # [listener, speaker, subject]
         told = state.heard[told_time.argmax(1), jnp.arange(self.n_agents)]  # the freshest word on each subject
         heard = jnp.where(in_range[:, :, None], position, told)

@@ -63,7 +63,7 @@ ES_FIELDS = ("pop", "sigma", "es_lr", "es_kind", "elite_frac", "weight_decay", "
 class Config:
     """Hyperparameters; each field is a flag, its comment the help text."""
 
-    outer: int = 40  # rounds of training
+    outer: int = 60  # rounds of training
     grad_steps: int = 5  # PPO steps per round
     rollouts: int = 32  # episodes per PPO step, and per fitness of a member
     pop: int = 16  # members of the population, even
@@ -105,6 +105,10 @@ class Config:
     @property
     def es_config(self) -> ESConfig:
         return ESConfig(*(getattr(self, name) for name in ES_FIELDS))
+
+    @property
+    def iterations(self) -> int:
+        return self.outer
 
     @property
     def optimizer_steps(self) -> int:
@@ -200,10 +204,8 @@ def skill_scores(policy: Policy, config: Config, env: Coverage, hidden: Array, o
     return jnp.stack([disperse, flock, hold])
 
 
-def choice_log_probs(
-    policy: Policy, config: Config, env: Coverage, observation: Array, action_mask: Array
-) -> tuple[Array, Array]:
-    """Log-probabilities of the skills and, given each skill, of the goals. One robot: -> ([3], [3, K])"""
+def choice_log_probs(policy: Policy, config: Config, env: Coverage, observation: Array, action_mask: Array):
+    """Log-probabilities of the skills [3] and, under each, of the goals [3, K]. observation [O], action_mask [5]"""
     hidden = policy.trunk(observation)
     scores = skill_scores(policy, config, env, hidden, observation)
     allowed = goal_mask(make_stencil(config), action_mask)
@@ -211,29 +213,30 @@ def choice_log_probs(
     return skill_log_prob, jax.nn.log_softmax(jnp.where(allowed, scores, -1e9))
 
 
-def act(policy: Policy, config: Config, env: Coverage, observation: AgentObservation, key: Array):
-    """Sample for all robots; returns (action, skill, goal, log_prob), each [N]."""
+class Choice(NamedTuple):
+    """What the policy decides for a robot."""
+
+    skill: Array  # []
+    goal: Array  # []
+    log_prob: Array  # [] of both
+
+
+def act(policy: Policy, config: Config, env: Coverage, observation: Array, action_mask: Array, key: Array):
+    """Sample a skill, then a goal, and move towards it. observation [O], action_mask [5]; -> (action [], Choice)"""
     skill_key, goal_key = jax.random.split(key)
-    log_probs = jax.vmap(partial(choice_log_probs, policy, config, env))
-    skill_log_prob, goal_log_prob = log_probs(observation.observation, observation.action_mask)
+    skill_log_prob, goal_log_prob = choice_log_probs(policy, config, env, observation, action_mask)
     skill = jax.random.categorical(skill_key, skill_log_prob)
-    goal_log_prob = jnp.take_along_axis(goal_log_prob, skill[:, None, None], 1)[:, 0]
-    goal = jax.random.categorical(goal_key, goal_log_prob)
-    log_prob = jnp.take_along_axis(skill_log_prob, skill[:, None], 1) + jnp.take_along_axis(
-        goal_log_prob, goal[:, None], 1
-    )
-    action = jax.vmap(partial(controller, make_stencil(config)))(goal, observation.action_mask)
-    return action, skill, goal, log_prob[:, 0]
+    goal = jax.random.categorical(goal_key, goal_log_prob[skill])
+    action = controller(make_stencil(config), goal, action_mask)
+    return action, Choice(skill, goal, skill_log_prob[skill] + goal_log_prob[skill, goal])
 
 
 # --- 4. rollout -----------------------------------------------------------------------------------
 class Transition(NamedTuple):
-    """One step of the team; [T, E, ...] after `collect`."""
+    """One step of a team; [T, E, ...] in a rollout."""
 
     observation: AgentObservation  # [N, ...] acted on
-    skill: Array  # [N]
-    goal: Array  # [N]
-    log_prob: Array  # [N] of skill and goal
+    choice: Choice  # [N]
     reward: Array  # [N]
     cost: Array  # []
     terminated: Array  # []
@@ -241,25 +244,22 @@ class Transition(NamedTuple):
 
 
 def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, key: Array):
-    """One step of E episodes side by side; carry = (observation, env_state). -> (carry, (Transition, TimeStep))."""
+    """One step of one team; carry = (AgentObservation, env_state). -> (carry, (Transition, TimeStep))"""
     observation, env_state = carry
     act_key, step_key = jax.random.split(key)
-    episodes = observation.observation.shape[0]
-    action, skill, goal, log_prob = jax.vmap(partial(act, policy, config, env))(
-        observation, jax.random.split(act_key, episodes)
-    )
-    time_step, next_state = jax.vmap(env.step)(jax.random.split(step_key, episodes), env_state, action)
+    act_keys = jax.random.split(act_key, env.n_agents)
+    each_robot = jax.vmap(partial(act, policy, config, env))
+    action, choice = each_robot(observation.observation, observation.action_mask, act_keys)
+    time_step, next_state = env.step(step_key, env_state, action)
 
     reward = time_step.reward
     if config.congestion == "on":
-        in_range = chebyshev_distance(env_state.position) <= env.comm_r
-        same_skill = skill[:, :, None] == skill[:, None, :]
+        in_range = chebyshev_distance(env_state.position) <= env.comm_r  # [N, N], itself included
+        same_skill = choice.skill[:, None] == choice.skill
         reward = reward - CONGESTION_CHARGE * ((in_range & same_skill).sum(-1) - 1)
     transition = Transition(
         observation=observation,
-        skill=skill,
-        goal=goal,
-        log_prob=log_prob,
+        choice=choice,
         reward=reward,
         cost=time_step.cost,
         terminated=time_step.terminated,
@@ -269,27 +269,28 @@ def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, key: A
 
 
 def rollout(policy: Policy, config: Config, env: Coverage, key: Array, episodes: int, keep: Callable):
-    """Play whole episodes side by side; returns (keep(transition, time_step) [T, E, ...], last carry of `interact`)."""
+    """Whole episodes; -> (keep(Transition, TimeStep) [T, E, ...], final (AgentObservation, env_state) [E])"""
     reset_key, step_key = jax.random.split(key)
-    start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    each_team = jax.vmap(partial(interact, policy, config, env))
 
     def step(carry, key):
-        carry, outcome = interact(policy, config, env, carry, key)
+        carry, outcome = each_team(carry, jax.random.split(key, episodes))
         return carry, keep(*outcome)
 
-    last, kept = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
-    return kept, last
+    start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    final, kept = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    return kept, final
 
 
 def collect(policy: Policy, config: Config, env: Coverage, key: Array):
-    """Episodes to learn from; returns (Transition [T, E, ...], the final observation [E, ...], info [T, E])."""
+    """Episodes to learn from; -> (Transition [T, E, ...], the final AgentObservation [E, ...], info [T, E])"""
     keep = lambda transition, time_step: (transition, time_step.info)  # noqa: E731
     (transition, info), (final, _) = rollout(policy, config, env, key, config.rollouts, keep)
     return transition, final, info
 
 
 def play(policy: Policy, config: Config, env: Coverage, key: Array, episodes: int):
-    """Episodes to score, observations dropped; returns (reward [T, E, N], cost [T, E], info [T, E], env_state [E])."""
+    """Episodes to score; -> (reward [T, E, N], cost [T, E], info [T, E], final env_state [E])"""
     keep = lambda transition, time_step: (time_step.reward, time_step.cost, time_step.info)  # noqa: E731
     (reward, cost, info), (_, env_state) = rollout(policy, config, env, key, episodes, keep)
     return reward, cost, info, env_state
@@ -326,17 +327,14 @@ class Batch(NamedTuple):
 def ppo_loss(networks: tuple[Policy, Critic], config: Config, env: Coverage, batch: Batch) -> tuple[Array, dict]:
     """Clipped surrogate, value error and entropy bonus (Schulman et al. 2017, eq. 9) over rows [B, N]."""
     policy, critic = networks
-    transition = batch.transition
-    observation = transition.observation
+    observation, choice = batch.transition.observation, batch.transition.choice
     log_probs = jax.vmap(jax.vmap(partial(choice_log_probs, policy, config, env)))
-    skill_log_prob, goal_log_prob = log_probs(
-        observation.observation, observation.action_mask
-    )  # [B, N, 3], [B, N, 3, K]
-    chosen = jnp.take_along_axis(goal_log_prob, transition.skill[..., None, None], 2)[:, :, 0]
-    log_prob = jnp.take_along_axis(skill_log_prob, transition.skill[..., None], 2)[..., 0]
-    log_prob += jnp.take_along_axis(chosen, transition.goal[..., None], 2)[..., 0]
+    skill_log_prob, goal_log_prob = log_probs(observation.observation, observation.action_mask)  # [B, N, 3 (, K)]
+    goal_log_prob_chosen = jnp.take_along_axis(goal_log_prob, choice.skill[..., None, None], 2)[..., 0, :]
+    log_prob = jnp.take_along_axis(skill_log_prob, choice.skill[..., None], 2)[..., 0]
+    log_prob += jnp.take_along_axis(goal_log_prob_chosen, choice.goal[..., None], 2)[..., 0]
 
-    ratio = jnp.exp(log_prob - transition.log_prob)
+    ratio = jnp.exp(log_prob - choice.log_prob)
     clipped = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
     advantage = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-8)
     policy_loss = -jnp.minimum(ratio * advantage, clipped * advantage).mean()
@@ -346,7 +344,7 @@ def ppo_loss(networks: tuple[Policy, Critic], config: Config, env: Coverage, bat
 
     skill_prob = jnp.exp(skill_log_prob)
     goal_entropy = -(jnp.exp(goal_log_prob) * goal_log_prob).sum(-1)  # [B, N, 3]
-    entropy = (skill_prob * (goal_entropy - skill_log_prob)).sum(-1).mean()  # chain rule
+    entropy = (skill_prob * (goal_entropy - skill_log_prob)).sum(-1).mean()  # H(skill) + E[H(goal | skill)]
 
     loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
     metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
@@ -426,24 +424,27 @@ def ppo_step(config: Config, env: Coverage, state: TrainState, key: Array) -> tu
 
 
 # --- 6. evolution refines the selector ------------------------------------------------------------
+def with_selector(policy: Policy, theta: Array) -> Policy:
+    """The policy with the selector head theta [D]; every other leaf is untouched."""
+    selector_head = set_module_theta(policy.selector_head, theta)
+    return eqx.tree_at(lambda policy: policy.selector_head, policy, selector_head)
+
+
 def team_fitness(state: TrainState, config: Config, env: Coverage, key: Array, theta: Array) -> Array:
     """Mean episode return of the team with selector theta [D], less the price of its cost. []"""
-    selector_head = set_module_theta(state.policy.selector_head, theta)
-    policy = eqx.tree_at(lambda policy: policy.selector_head, state.policy, selector_head)
+    policy, key = with_selector(state.policy, theta), jax.random.clone(key)  # all members reuse the key on purpose
     reward, cost, _, _ = play(policy, config, env, key, config.rollouts)
     return (reward.mean(-1) - state.lagrange_multiplier * cost).sum(0).mean()
 
 
 def evolve_selector(config: Config, env: Coverage, state: TrainState, key: Array) -> tuple[TrainState, dict]:
-    """One generation around the learner's own selector. All other leaves stay as they are."""
+    """One generation around the learner's own selector."""
     search_key, episode_key = jax.random.split(key)
     theta = module_theta(state.policy.selector_head)  # inject the learner
-    fitness = partial(team_fitness, state, config, env, episode_key)  # common random numbers: one key for all members
+    fitness = partial(team_fitness, state, config, env, episode_key)  # common random numbers
     theta, info = es_step(theta, fitness, config.es_config._replace(sigma=state.sigma), search_key)
-    selector_head = set_module_theta(state.policy.selector_head, theta)  # write back
-    policy = eqx.tree_at(lambda policy: policy.selector_head, state.policy, selector_head)
-    metrics = {"best": info["best_fitness"], "mean": info["mean_fitness"], "sigma": info["sigma"]}
-    return state._replace(policy=policy, sigma=info["sigma"]), metrics
+    state = state._replace(policy=with_selector(state.policy, theta), sigma=info["sigma"])  # write back
+    return state, {"best": info["best_fitness"], "mean": info["mean_fitness"], "sigma": info["sigma"]}
 
 
 # --- 7. training: one scan ------------------------------------------------------------------------
@@ -460,8 +461,8 @@ def init_state(config: Config, env: Coverage, key: Array) -> TrainState:
         policy=policy,
         critic=critic,
         optimizer_state=make_optimizer(config).init((policy, critic)),
-        lagrange_multiplier=jnp.asarray(config.lagrange_init, jnp.float32),
-        sigma=jnp.asarray(config.sigma, jnp.float32),
+        lagrange_multiplier=jnp.asarray(config.lagrange_init, float),
+        sigma=jnp.asarray(config.sigma, float),
     )
 
 
@@ -477,7 +478,7 @@ def train_step(config: Config, env: Coverage, state: TrainState, key: Array) -> 
 @partial(jax.jit, static_argnames=("config", "env", "start", "stop", "log_fn", "save_fn", "save_every"))
 def train(
     config: Config,
-    env: Coverage,
+    env,
     state: TrainState,
     key: Array,
     start: int = 0,
@@ -486,9 +487,9 @@ def train(
     save_fn: Callable[[Array, TrainState], None] | None = None,
     save_every: int = 1,
 ) -> tuple[TrainState, dict]:
-    """Rounds start..stop (default: to the end) in one scan; -> (state, metrics), metrics are scalars per round.
+    """Iterations start..stop (default: to the end) in one scan; -> (state, metrics), a scalar per metric and iteration.
 
-    On the host, `log_fn(i, metrics)` is called after every round and `save_fn(i, state)` after every `save_every`.
+    On the host, `log_fn(i, metrics)` is called after every iteration, `save_fn(i, state)` after every `save_every`.
     """
 
     def iteration(state, i):
@@ -500,7 +501,7 @@ def train(
             jax.lax.cond((i + 1) % save_every == 0, save, lambda: None)
         return state, metrics
 
-    return jax.lax.scan(iteration, state, jnp.arange(start, config.outer if stop is None else stop))
+    return jax.lax.scan(iteration, state, jnp.arange(start, config.iterations if stop is None else stop))
 
 
 def merl_train(
@@ -540,11 +541,23 @@ def evaluate(config: Config, env: Coverage, state: TrainState, key: Array, episo
     return reward.sum(0).mean(-1), info, jax.tree.map(lambda leaf: leaf[0], env_state)
 
 
+def environments() -> dict[str, type]:
+    """The environments to choose from with --env, the default first."""
+    return {"coverage": Coverage}
+
+
 def env_steps_per_iteration(config: Config, env: Coverage) -> int:
     return (config.grad_steps + config.pop) * config.rollouts * env.horizon
 
 
-COLUMNS = ("best", "mean", "episode_return", "grad_cov", "grad_conn5", "lagrange_multiplier")  # shown while it runs
+COLUMNS = {  # of the line per iteration: header, metric
+    "es_best": "best",
+    "es_mean": "mean",
+    "episode_return": "episode_return",
+    "coverage": "grad_cov",
+    "connected": "grad_conn5",
+    "lagrange_multiplier": "lagrange_multiplier",
+}
 
 
 # --- 8. running: arguments, logging, saving --------------------------------------------------------
@@ -562,8 +575,14 @@ class Run:
         check_range(self, "save_every", "at least 1", lambda value: value >= 1)
 
 
-def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None, *classes: type) -> list:
-    """An instance of each dataclass from the command line: one flag per field, its comment the help text."""
+def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[Config, Any, Run]:
+    """Config, environment and run from the command line: a flag per field, the comment behind it is the help text."""
+    names = list(environments())
+    env_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (env_parser, parser):
+        each.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
+        each.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    classes = Config, environments()[env_parser.parse_known_args(argv)[0].env], Run
     for cls in classes:
         comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
         for field in dataclasses.fields(cls):
@@ -572,7 +591,7 @@ def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None, *cla
             flag = "--" + field.name.replace("_", "-")
             parser.add_argument(flag, default=field.default, help=comment[field.name], **kind)
     values = vars(parser.parse_args(argv))
-    return [cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes]
+    return tuple(cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
 
 
 class Recorder:
@@ -594,7 +613,8 @@ class Recorder:
     def start(self) -> None:
         """Start the clock and print the header."""
         self.started = time.perf_counter()
-        print("  ".join(("iteration", "  env_steps", "  steps/s", *COLUMNS, "time_left")), flush=True)
+        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(8) for header in COLUMNS), "time_left"]
+        print("  ".join(headers), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
         seconds, done = time.perf_counter() - self.started, int(i) + 1
@@ -606,7 +626,7 @@ class Recorder:
             csv.writer(self.rows).writerows([row, row.values()] if done == 1 else [row.values()])
             self.rows.flush()
         cells = [f"{done}/{self.iterations}".rjust(9), f"{env_steps:>11,}", f"{env_steps / seconds:>9,.0f}"]
-        cells += [f"{metrics[name]:>{len(name)}.2f}" for name in COLUMNS]
+        cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in COLUMNS.items()]
         print("  ".join([*cells, time.strftime(" %H:%M:%S", time.gmtime(left))]), flush=True)
 
     def save(self, i: Array, state: Any) -> None:
@@ -630,7 +650,8 @@ def load_checkpoint(path: str | Path) -> TrainState:
             header = json.loads(file.readline())
             if header["script"] != script:
                 raise ValueError(f"{path} is a checkpoint of {header['script']}, not of {script}")
-            config, env = Config(**header["config"]), Coverage(**header["env"])
+            ((name, fields),) = header["env"].items()
+            config, env = Config(**header["config"]), environments()[name.lower()](**fields)
             like = jax.eval_shape(partial(init_state, config, env), jax.random.key(0))
             return eqx.tree_deserialise_leaves(file, like)
     except OSError as error:
@@ -662,13 +683,12 @@ def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
     try:
-        config, env, run = parse_settings(parser, argv, Config, Coverage, Run)
-        settings = {"script": Path(__file__).name, "config": asdict(config), "env": asdict(env)}
+        config, env, run = parse_settings(parser, argv)
+        settings = {"script": Path(__file__).name, "config": asdict(config), "env": {type(env).__name__: asdict(env)}}
         init_key, train_key, eval_key = jax.random.split(jax.random.key(run.seed), 3)
         state = warm_start(init_state(config, env, init_key), run.init_from)
-        recorder = Recorder(run, settings, config.outer, env_steps_per_iteration(config, env))
+        recorder = Recorder(run, settings, config.iterations, env_steps_per_iteration(config, env))
     except ValueError as error:
         parser.error(str(error))
 
@@ -679,7 +699,7 @@ def main(argv: list[str] | None = None) -> None:
     recorder.start()
     state, _ = jax.block_until_ready(compiled(state, train_key))
     if run.run_dir:
-        recorder.save(config.outer - 1, state)
+        recorder.save(config.iterations - 1, state)
 
     episode_return, info, env_state = evaluate(config, env, state, eval_key, 100)
     print(evaluation_line(run.seed, env.episode_summary(info) | {"episode_return": episode_return}))
@@ -693,6 +713,8 @@ def run_interruptible(function: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted: the rows and checkpoints written so far are complete", file=sys.stderr, flush=True)
         os._exit(130)
+    except jax.errors.JaxRuntimeError as error:  # such as a failed write: its text ends with the cause
+        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}")
 
 
 if __name__ == "__main__":
