@@ -13,7 +13,8 @@ Axes: N agents, O observation, C critic observation, A actions, H x W grid cells
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,31 @@ def step_autoreset(env, key: Array, env_state, action: Array) -> tuple[TimeStep,
         lambda reset, stepped: jnp.where(done, reset, stepped), fresh, (time_step.observation, next_state)
     )
     return time_step, env_state, observation
+
+
+class EpisodeSums(NamedTuple):
+    """Sums over the steps of a running episode."""
+
+    steps: Array  # []
+    reward: Array  # [N]
+    info: dict[str, Array]  # scalars
+
+
+def zero_sums(env, episodes: int) -> EpisodeSums:
+    """The sums before the first step, [E, ...]."""
+    step = lambda key: env.step(key, env.reset(key)[1], env.sample_action(key))[0]  # noqa: E731
+    time_step = jax.eval_shape(step, jax.random.key(0))
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros((episodes, *x.shape), x.dtype))
+    return EpisodeSums(jnp.zeros(episodes, jnp.int32), zeros(time_step.reward), zeros(time_step.info))
+
+
+def track_episode(env, sums: EpisodeSums, time_step: TimeStep) -> tuple[Array, dict[str, Array], EpisodeSums]:
+    """Add a step; -> (done, the figures of the episode so far, sums that start again after the last step)."""
+    sums = EpisodeSums(*jax.tree.map(jnp.add, sums, EpisodeSums(1, time_step.reward, time_step.info)))
+    mean_info = jax.tree.map(lambda x: x / sums.steps, sums.info)
+    figures = env.episode_summary(mean_info, time_step.info) | {"episode_return": sums.reward.mean()}
+    done = time_step.terminated | time_step.truncated
+    return done, figures, jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), sums)
 
 
 def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool]) -> None:
@@ -121,6 +147,7 @@ class Coverage:
     The size of the observation depends on neither the grid nor N, so that weights move from one size to another.
     """
 
+    figures: ClassVar = ("coverage", "connected", "connected_weak")  # of an episode, in percent
     grid: int = 16  # cells per side, H = W
     n_agents: int = 4  # robots
     comm_r: int = 5  # radio range in king's moves
@@ -211,13 +238,21 @@ class Coverage:
         )
         return time_step, state
 
-    def episode_summary(self, info: dict[str, Array]) -> dict[str, Array]:
-        """Figures of whole episodes in percent: cells covered at the end, steps connected. Leaves [T, ...] -> [...]."""
+    def episode_summary(self, mean: dict[str, Array], last: dict[str, Array]) -> dict[str, Array]:
+        """Figures of an episode in percent, from the mean and the last value of its info."""
         return {
-            "coverage": 100 * info["coverage"][-1],
-            "connected": 100 * info["connected"].mean(0),
-            "connected_weak": 100 * info["connected_weak"].mean(0),
+            "coverage": 100 * last["coverage"],
+            "connected": 100 * mean["connected"],
+            "connected_weak": 100 * mean["connected_weak"],
         }
+
+    @property
+    def n_actions(self) -> int:
+        return len(MOVES)
+
+    def sample_action(self, key: Array) -> Array:
+        """Uniformly random moves, [N]; some may be masked."""
+        return jax.random.randint(key, (self.n_agents,), 0, self.n_actions)
 
     def action_mask(self, state: CoverageState) -> Array:
         """[N, 5] True where the cell is on the grid, free, and nobody stands on it. Staying is always allowed."""
@@ -339,3 +374,78 @@ class Coverage:
         link = link * (link[:, 2:] == 1)  # with nobody in range the maximum fell on a stale entry
         degree = (self._link_weight(state.position) * ~itself).sum(1, keepdims=True)
         return jnp.concatenate([nearest, link, degree / 4], -1)
+
+
+# --- 4. Rendezvous --------------------------------------------------------------------------------
+class RendezvousState(NamedTuple):
+    position: Array  # [N] in [-1, 1]
+    time: Array  # [] steps taken
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """N agents on a line meet. Each sees only itself; the critic sees where everybody is.
+
+    Actions: left, stay, right by `speed`. Reward of every agent: minus the distance between the outermost two. Ends
+    truncated after `max_steps`. The smallest task in which the input of the critic matters.
+    """
+
+    figures: ClassVar = ("distance",)  # of an episode
+    n_agents: int = 2  # agents
+    max_steps: int = 10  # steps per episode
+    speed: float = 0.1  # distance per step; the line runs from -1 to 1
+    critic_observation: bool = True  # let the critic see all positions
+
+    def __post_init__(self):
+        check_range(self, "n_agents max_steps", "at least 1", lambda value: value >= 1)
+        check_range(self, "speed", "in (0, 2]", lambda value: 0 < value <= 2)
+
+    @property
+    def horizon(self) -> int:
+        return self.max_steps
+
+    @property
+    def n_actions(self) -> int:
+        return 3
+
+    def sample_action(self, key: Array) -> Array:
+        """Uniformly random moves, [N]."""
+        return jax.random.randint(key, (self.n_agents,), 0, self.n_actions)
+
+    def reset(self, key: Array) -> tuple[AgentObservation, RendezvousState]:
+        """Positions uniform on the line."""
+        state = RendezvousState(jax.random.uniform(key, (self.n_agents,), minval=-1.0), jnp.zeros((), jnp.int32))
+        return self._observe(state), state
+
+    def step(self, key: Array, state: RendezvousState, action: Array) -> tuple[TimeStep, RendezvousState]:
+        """Move all agents at once, action [N] in 0..2. Deterministic: the key is part of the contract."""
+        position = jnp.clip(state.position + self.speed * (action - 1), -1.0, 1.0)
+        state = RendezvousState(position, state.time + 1)
+        distance = position.max() - position.min()
+        time_step = TimeStep(
+            observation=self._observe(state),
+            reward=jnp.full(self.n_agents, -distance),
+            cost=jnp.zeros(()),
+            terminated=jnp.zeros((), bool),
+            truncated=state.time >= self.max_steps,
+            info={"distance": distance},
+        )
+        return time_step, state
+
+    def episode_summary(self, mean: dict[str, Array], last: dict[str, Array]) -> dict[str, Array]:
+        """Distance between the outermost agents at the end of an episode."""
+        return {"distance": last["distance"]}
+
+    def text_map(self, state: RendezvousState) -> str:
+        """The line from -1 to 1; a digit is the number of agents in that place."""
+        place = np.round((np.asarray(state.position) + 1) * 20).astype(int)
+        count = np.bincount(place, minlength=41)
+        return "".join(np.where(count > 0, count.astype(str), "."))
+
+    def _observe(self, state: RendezvousState) -> AgentObservation:
+        time_left = jnp.full((self.n_agents, 1), 1.0 - state.time / self.max_steps)
+        observation = jnp.concatenate([state.position[:, None], time_left], -1)
+        if not self.critic_observation:
+            return AgentObservation(observation)
+        everybody = jnp.tile(state.position, (self.n_agents, 1))
+        return AgentObservation(observation, jnp.concatenate([observation, everybody], -1))

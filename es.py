@@ -42,6 +42,7 @@ from jax import Array
 from jax.experimental import io_callback
 from jax.flatten_util import ravel_pytree
 
+EVAL_EPISODES = 100
 SIGMA_FLOOR = 1e-3  # cem keeps searching after its elite has collapsed
 
 
@@ -245,20 +246,20 @@ def train(
     return jax.lax.scan(iteration, state, jnp.arange(start, config.iterations if stop is None else stop))
 
 
-def warm_start(state: TrainState, init_from: str | None) -> TrainState:
-    """The state with the policy of a checkpoint, if one is named. Raises ValueError if it differs in shape."""
-    if not init_from:
-        return state
-    saved = load_checkpoint(init_from)
-    check_same_shapes(init_from, saved.policy, state.policy)
+def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
+    """A fresh state around the policy of a checkpoint. Raises ValueError if shapes differ."""
+    state, saved = init_state(config, env, key), load_checkpoint(path)
+    check_same_shapes(path, saved.policy, state.policy)
     return state._replace(policy=saved.policy)
 
 
 @partial(jax.jit, static_argnames=("config", "env", "episodes"))
-def evaluate(config: Config, env, state: TrainState, key: Array, episodes: int):
-    """Fresh episodes, sampled actions; -> (episode_return [E], info [T, E], the env_state in which the first ended)."""
+def evaluate(config: Config, env, state: TrainState, key: Array, episodes: int) -> tuple[dict[str, Array], Any]:
+    """Fresh episodes, sampled actions; -> (figures [E] of the episodes, the env_state in which the first one ended)."""
     reward, _, info, env_state = play(state.policy, env, key, episodes)
-    return reward.sum(0).mean(-1), info, jax.tree.map(lambda leaf: leaf[0], env_state)
+    mean, last = jax.tree.map(lambda x: x.mean(0), info), jax.tree.map(lambda x: x[-1], info)
+    figures = env.episode_summary(mean, last) | {"episode_return": reward.sum(0).mean(-1)}
+    return figures, jax.tree.map(lambda x: x[0], env_state)
 
 
 def environments() -> dict[str, type]:
@@ -272,7 +273,9 @@ def env_steps_per_iteration(config: Config, env) -> int:
     return config.pop * config.rollouts * env.horizon
 
 
-COLUMNS = {"best": "best", "mean": "mean", "sigma": "sigma"}  # of the line per iteration: header, metric
+def columns(env) -> dict[str, str]:
+    """The columns of the line per iteration: header and metric."""
+    return {"best": "best", "mean": "mean", "sigma": "sigma"}
 
 
 def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool]) -> None:
@@ -320,8 +323,9 @@ def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> t
 class Recorder:
     """Prints a line and appends a row of metrics.csv per iteration, saves checkpoints; called from inside the scan."""
 
-    def __init__(self, run: Run, settings: dict, iterations: int, env_steps: int):
-        self.run, self.settings, self.iterations, self.env_steps = run, settings, iterations, env_steps
+    def __init__(self, run: Run, settings: dict, columns: dict[str, str], iterations: int, env_steps: int):
+        self.run, self.settings, self.columns = run, settings, columns
+        self.iterations, self.env_steps = iterations, env_steps
         self.folder, self.rows, self.started = Path(run.run_dir), None, 0.0
         if run.run_dir and (self.folder / "config.json").exists():
             raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one")
@@ -336,7 +340,7 @@ class Recorder:
     def start(self) -> None:
         """Start the clock and print the header."""
         self.started = time.perf_counter()
-        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(8) for header in COLUMNS), "time_left"]
+        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(8) for header in self.columns), "time_left"]
         print("  ".join(headers), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
@@ -349,7 +353,7 @@ class Recorder:
             csv.writer(self.rows).writerows([row, row.values()] if done == 1 else [row.values()])
             self.rows.flush()
         cells = [f"{done}/{self.iterations}".rjust(9), f"{env_steps:>11,}", f"{env_steps / seconds:>9,.0f}"]
-        cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in COLUMNS.items()]
+        cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in self.columns.items()]
         print("  ".join([*cells, time.strftime(" %H:%M:%S", time.gmtime(left))]), flush=True)
 
     def save(self, i: Array, state: Any) -> None:
@@ -410,8 +414,9 @@ def main(argv: list[str] | None = None) -> None:
         config, env, run = parse_settings(parser, argv)
         settings = {"script": Path(__file__).name, "config": asdict(config), "env": {type(env).__name__: asdict(env)}}
         init_key, train_key, eval_key = jax.random.split(jax.random.key(run.seed), 3)
-        state = warm_start(init_state(config, env, init_key), run.init_from)
-        recorder = Recorder(run, settings, config.iterations, env_steps_per_iteration(config, env))
+        start = partial(init_state_from_checkpoint, path=run.init_from) if run.init_from else init_state
+        state = start(config, env, init_key)
+        recorder = Recorder(run, settings, columns(env), config.iterations, env_steps_per_iteration(config, env))
     except ValueError as error:
         parser.error(str(error))
 
@@ -424,8 +429,8 @@ def main(argv: list[str] | None = None) -> None:
     if run.run_dir:
         recorder.save(config.iterations - 1, state)
 
-    episode_return, info, env_state = evaluate(config, env, state, eval_key, 100)
-    print(evaluation_line(run.seed, env.episode_summary(info) | {"episode_return": episode_return}))
+    figures, env_state = evaluate(config, env, state, eval_key, EVAL_EPISODES)
+    print(evaluation_line(run.seed, {name: figures[name] for name in (*env.figures, "episode_return")}))
     print(env.text_map(env_state))
 
 

@@ -58,6 +58,9 @@ CONGESTION_CHARGE = 0.01  # reward per in-range teammate with the same skill
 ES_FIELDS = ("pop", "sigma", "es_lr", "es_kind", "elite_frac", "weight_decay", "eval_batch")  # as ESConfig orders them
 
 
+EVAL_EPISODES = 100
+
+
 # --- 1. configuration -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
@@ -296,6 +299,11 @@ def play(policy: Policy, config: Config, env: Coverage, key: Array, episodes: in
     return reward, cost, info, env_state
 
 
+def summarize(env: Coverage, info: dict[str, Array]) -> dict[str, Array]:
+    """The figures of whole episodes from their info [T, E], [E] each."""
+    return env.episode_summary(jax.tree.map(lambda x: x.mean(0), info), jax.tree.map(lambda x: x[-1], info))
+
+
 # --- 5. PPO trains executor, selector and critic --------------------------------------------------
 def compute_gae(
     reward, value, next_value, terminated, truncated, gamma: float, gae_lambda: float
@@ -406,7 +414,7 @@ def ppo_step(config: Config, env: Coverage, state: TrainState, key: Array) -> tu
     violation = transition.cost.mean() - config.cost_limit
     lagrange_multiplier = jnp.maximum(state.lagrange_multiplier + config.lagrange_lr * violation, 0.0)
 
-    summary = jax.tree.map(jnp.mean, env.episode_summary(info))
+    summary = jax.tree.map(jnp.mean, summarize(env, info))
     metrics = {
         "episode_return": transition.reward.sum(0).mean(),
         "grad_cov": summary["coverage"],
@@ -519,26 +527,29 @@ def merl_train(
     evolution = dict(zip(ES_FIELDS, es_config, strict=True))
     config = dataclasses.replace(config, outer=n_outer, grad_steps=grad_steps, **evolution)
     init_key, train_key = jax.random.split(key)
-    state = warm_start(init_state(config, env, init_key), init_from)
+    start = partial(init_state_from_checkpoint, path=init_from) if init_from else init_state
+    state = start(config, env, init_key)
     state, metrics = train(config, env, state, train_key, log_fn=log_fn)
     rows = zip(*(np.asarray(column).tolist() for column in metrics.values()), strict=True)
     return state, [{"outer": i} | dict(zip(metrics, row, strict=True)) for i, row in enumerate(rows)]
 
 
-def warm_start(state: TrainState, init_from: str | None) -> TrainState:
-    """The state with the networks of a checkpoint, if one is named. Raises ValueError if they differ in shape."""
-    if not init_from:
-        return state
-    saved = load_checkpoint(init_from)
-    check_same_shapes(init_from, (saved.policy, saved.critic), (state.policy, state.critic))
-    return state._replace(policy=saved.policy, critic=saved.critic)
+def init_state_from_checkpoint(config: Config, env: Coverage, key: Array, path: str) -> TrainState:
+    """A fresh state around the networks of a checkpoint. Raises ValueError if shapes differ."""
+    state, saved = init_state(config, env, key), load_checkpoint(path)
+    kept = ("policy", "critic")
+    check_same_shapes(path, *({name: getattr(each, name) for name in kept} for each in (saved, state)))
+    return state._replace(**{name: getattr(saved, name) for name in kept})
 
 
 @partial(jax.jit, static_argnames=("config", "env", "episodes"))
-def evaluate(config: Config, env: Coverage, state: TrainState, key: Array, episodes: int):
-    """Fresh episodes, sampled actions; -> (episode_return [E], info [T, E], the env_state in which the first ended)."""
+def evaluate(
+    config: Config, env: Coverage, state: TrainState, key: Array, episodes: int
+) -> tuple[dict[str, Array], Any]:
+    """Fresh episodes, sampled actions; -> (figures [E] of the episodes, the env_state in which the first one ended)."""
     reward, _, info, env_state = play(state.policy, config, env, key, episodes)
-    return reward.sum(0).mean(-1), info, jax.tree.map(lambda leaf: leaf[0], env_state)
+    figures = summarize(env, info) | {"episode_return": reward.sum(0).mean(-1)}
+    return figures, jax.tree.map(lambda x: x[0], env_state)
 
 
 def environments() -> dict[str, type]:
@@ -550,14 +561,16 @@ def env_steps_per_iteration(config: Config, env: Coverage) -> int:
     return (config.grad_steps + config.pop) * config.rollouts * env.horizon
 
 
-COLUMNS = {  # of the line per iteration: header, metric
-    "es_best": "best",
-    "es_mean": "mean",
-    "episode_return": "episode_return",
-    "coverage": "grad_cov",
-    "connected": "grad_conn5",
-    "lagrange_multiplier": "lagrange_multiplier",
-}
+def columns(env: Coverage) -> dict[str, str]:
+    """The columns of the line per iteration: header and metric."""
+    return {
+        "es_best": "best",
+        "es_mean": "mean",
+        "episode_return": "episode_return",
+        "coverage": "grad_cov",
+        "connected": "grad_conn5",
+        "lagrange_multiplier": "lagrange_multiplier",
+    }
 
 
 # --- 8. running: arguments, logging, saving --------------------------------------------------------
@@ -597,8 +610,9 @@ def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> t
 class Recorder:
     """Prints a line and appends a row of metrics.csv per iteration, saves checkpoints; called from inside the scan."""
 
-    def __init__(self, run: Run, settings: dict, iterations: int, env_steps: int):
-        self.run, self.settings, self.iterations, self.env_steps = run, settings, iterations, env_steps
+    def __init__(self, run: Run, settings: dict, columns: dict[str, str], iterations: int, env_steps: int):
+        self.run, self.settings, self.columns = run, settings, columns
+        self.iterations, self.env_steps = iterations, env_steps
         self.folder, self.rows, self.started = Path(run.run_dir), None, 0.0
         if run.run_dir and (self.folder / "config.json").exists():
             raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one")
@@ -613,7 +627,7 @@ class Recorder:
     def start(self) -> None:
         """Start the clock and print the header."""
         self.started = time.perf_counter()
-        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(8) for header in COLUMNS), "time_left"]
+        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(8) for header in self.columns), "time_left"]
         print("  ".join(headers), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
@@ -626,7 +640,7 @@ class Recorder:
             csv.writer(self.rows).writerows([row, row.values()] if done == 1 else [row.values()])
             self.rows.flush()
         cells = [f"{done}/{self.iterations}".rjust(9), f"{env_steps:>11,}", f"{env_steps / seconds:>9,.0f}"]
-        cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in COLUMNS.items()]
+        cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in self.columns.items()]
         print("  ".join([*cells, time.strftime(" %H:%M:%S", time.gmtime(left))]), flush=True)
 
     def save(self, i: Array, state: Any) -> None:
@@ -687,8 +701,9 @@ def main(argv: list[str] | None = None) -> None:
         config, env, run = parse_settings(parser, argv)
         settings = {"script": Path(__file__).name, "config": asdict(config), "env": {type(env).__name__: asdict(env)}}
         init_key, train_key, eval_key = jax.random.split(jax.random.key(run.seed), 3)
-        state = warm_start(init_state(config, env, init_key), run.init_from)
-        recorder = Recorder(run, settings, config.iterations, env_steps_per_iteration(config, env))
+        start = partial(init_state_from_checkpoint, path=run.init_from) if run.init_from else init_state
+        state = start(config, env, init_key)
+        recorder = Recorder(run, settings, columns(env), config.iterations, env_steps_per_iteration(config, env))
     except ValueError as error:
         parser.error(str(error))
 
@@ -701,8 +716,8 @@ def main(argv: list[str] | None = None) -> None:
     if run.run_dir:
         recorder.save(config.iterations - 1, state)
 
-    episode_return, info, env_state = evaluate(config, env, state, eval_key, 100)
-    print(evaluation_line(run.seed, env.episode_summary(info) | {"episode_return": episode_return}))
+    figures, env_state = evaluate(config, env, state, eval_key, EVAL_EPISODES)
+    print(evaluation_line(run.seed, {name: figures[name] for name in (*env.figures, "episode_return")}))
     print(env.text_map(env_state))
 
 

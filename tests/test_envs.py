@@ -1,45 +1,51 @@
 """envs.py against closed forms, hand-drawn maps, and slow NumPy versions written from its docstrings."""
 
+import re
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from envs import AgentObservation, Coverage, CoverageState, TimeStep, chebyshev_distance, fiedler_value, step_autoreset
+from envs import (
+    AgentObservation,
+    Coverage,
+    CoverageState,
+    Rendezvous,
+    RendezvousState,
+    TimeStep,
+    fiedler_value,
+    step_autoreset,
+    track_episode,
+    zero_sums,
+)
 
 STAY, NORTH, EAST, SOUTH, WEST = range(5)
-STEP = {STAY: (0, 0), NORTH: (-1, 0), EAST: (0, 1), SOUTH: (1, 0), WEST: (0, -1)}
+STEP = np.array([(0, 0), (-1, 0), (0, 1), (1, 0), (0, -1)])  # (row, column), rows count southwards
 KEY = jax.random.key(0)
 
-reset = jax.jit(Coverage.reset, static_argnums=0)
-step = jax.jit(Coverage.step, static_argnums=0)
-mask_of = jax.jit(Coverage.action_mask, static_argnums=0)
+reset, step = (jax.jit(method, static_argnums=0) for method in (Coverage.reset, Coverage.step))
 autoreset = jax.jit(step_autoreset, static_argnums=0)
 
 
 def draw(text, **settings):
     """(env, state at time 0) from a map: `.` free, `#` wall, `o` covered by the last robot, digits the robots."""
     cell = np.array([list(line) for line in text.split()])
-    robot = np.arange(np.char.isdigit(cell).sum())
-    position = np.array([np.argwhere(cell == str(i))[0] for i in robot])
-    owner = np.where(cell == "o", robot[-1], -1)
-    owner[tuple(position.T)] = robot
-    state = CoverageState(
-        position=position,
-        owner=owner,
-        wall=cell == "#",
-        belief=owner == robot[:, None, None],
-        heard=np.tile(position, (len(robot), 1, 1)),
-        heard_time=np.zeros((len(robot), len(robot)), int),
-        time=np.zeros((), int),
-    )
-    return Coverage(grid=len(cell), n_agents=len(robot), **settings), jax.tree.map(jnp.asarray, state)
+    n_agents = np.char.isdigit(cell).sum()
+    position = np.array([np.argwhere(cell == str(i))[0] for i in range(n_agents)])
+    owner = np.where(cell == "o", n_agents - 1, -1)
+    owner[tuple(position.T)] = np.arange(n_agents)
+    belief = owner == np.arange(n_agents)[:, None, None]
+    heard, heard_time = np.tile(position, (n_agents, 1, 1)), np.zeros((n_agents, n_agents), int)
+    state = CoverageState(position, owner, cell == "#", belief, heard, heard_time, np.zeros((), int))
+    return Coverage(grid=len(cell), n_agents=int(n_agents), **settings), jax.tree.map(jnp.asarray, state)
 
 
 def play(env, state, *joint_actions):
-    """All (time_step, state) pairs that follow, as NumPy."""
+    """The (time_step, state) after each joint action, as NumPy."""
     record = []
     for action in joint_actions:
         time_step, state = step(env, KEY, state, np.array(action))
@@ -47,16 +53,16 @@ def play(env, state, *joint_actions):
     return record
 
 
-def assert_equal_trees(actual, expected):
+def assert_trees_equal(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def king(a, b):
-    return max(abs(int(a[0]) - int(b[0])), abs(int(a[1]) - int(b[1])))
+def assert_close(actual, expected, atol=1e-6):
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=atol)
 
 
-# --- 1. lambda_2 ----------------------------------------------------------------------------------
-def ring(n, closed):
+# --- 1. graphs ------------------------------------------------------------------------------------
+def path(n, closed=0):
     weight = np.eye(n, k=1)
     weight[0, -1] = closed
     return weight + weight.T
@@ -64,12 +70,12 @@ def ring(n, closed):
 
 GRAPHS = {
     **{f"complete {n}": (np.ones((n, n)), n) for n in (2, 3, 10)},
+    **{f"path {n}": (path(n), 2 - 2 * np.cos(np.pi / n)) for n in (3, 6)},
+    **{f"cycle {n}": (path(n, closed=1), 2 - 2 * np.cos(2 * np.pi / n)) for n in (4, 7)},
     "star": (np.array([[0, 1, 1, 1, 1]] + [[1, 0, 0, 0, 0]] * 4), 1),
-    **{f"path {n}": (ring(n, 0), 2 - 2 * np.cos(np.pi / n)) for n in (3, 6)},
-    **{f"cycle {n}": (ring(n, 1), 2 - 2 * np.cos(2 * np.pi / n)) for n in (4, 7)},
     "two components": (np.kron(np.eye(2), np.ones((3, 3))), 0),
-    "weights scale it": (0.25 * ring(6, 0), 0.25 * (2 - 2 * np.cos(np.pi / 6))),
-    "self-loops are ignored": (ring(6, 0) + np.diag(np.arange(6.0)), 2 - 2 * np.cos(np.pi / 6)),
+    "weights scale it": (0.25 * path(6), 0.25 * (2 - 2 * np.cos(np.pi / 6))),
+    "the diagonal is ignored": (path(6) + np.diag(np.arange(6)), 2 - 2 * np.cos(np.pi / 6)),
     "single node": (np.zeros((1, 1)), 1),
 }
 
@@ -77,265 +83,467 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_fiedler_value_of_known_graphs(name):
     weight, expected = GRAPHS[name]
-    np.testing.assert_allclose(fiedler_value(jnp.asarray(weight, jnp.float32)), expected, atol=2e-6)
+    assert_close(fiedler_value(jnp.asarray(weight, jnp.float32)), expected)
 
 
-def test_fiedler_value_of_a_random_weighted_graph_matches_its_hand_built_laplacian():
+def slow_fiedler(weight):
+    laplacian = -np.array(weight)
+    np.fill_diagonal(laplacian, 0)
+    np.fill_diagonal(laplacian, -laplacian.sum(1))
+    return np.sort(np.linalg.eigvalsh(laplacian))[1] if len(laplacian) > 1 else 1.0
+
+
+def slow_link(env, a, b):
+    return 1 / (1 + np.exp(-2.0 * (env.comm_r - np.abs(a - b).max())))
+
+
+def slow_connectivity(env, position):
+    return slow_fiedler([[slow_link(env, a, b) for b in position] for a in position])
+
+
+def test_fiedler_value_of_a_weighted_graph_and_of_a_line_of_robots():
     weight = np.random.default_rng(0).uniform(size=(7, 7))
-    laplacian = np.zeros((7, 7))
-    for i in range(7):
-        for j in range(i):
-            weight[i, j] = weight[j, i]
-            edge = np.eye(7)[i] - np.eye(7)[j]
-            laplacian += weight[i, j] * np.outer(edge, edge)
-    expected = np.linalg.eigvalsh(laplacian)[1]
-    np.testing.assert_allclose(fiedler_value(jnp.asarray(weight, jnp.float32)), expected, rtol=1e-5)
+    weight += weight.T
+    assert_close(fiedler_value(jnp.asarray(weight, jnp.float32)), slow_fiedler(weight), atol=1e-5)
+    line = np.array([(3, 0), (3, 4), (3, 8), (3, 12)])
+    assert_close(Coverage(comm_r=5).fiedler(jnp.asarray(line)), slow_connectivity(Coverage(comm_r=5), line))
+    assert 0.5200 < slow_connectivity(Coverage(comm_r=5), line) < 0.5203  # the links of 8 cells add 0.004 to the path
 
 
-def test_chebyshev_distance_is_the_king_move_distance_within_each_batch_entry():
-    position = np.array([[(0, 0), (3, -4), (5, 1)], [(2, 2), (2, 3), (0, 0)]])
-    expected = [[[0, 4, 5], [4, 0, 5], [5, 5, 0]], [[0, 1, 2], [1, 0, 3], [2, 3, 0]]]
-    np.testing.assert_array_equal(chebyshev_distance(jnp.asarray(position)), expected)
+# --- 2. moves, reward and cost on hand-drawn maps -------------------------------------------------
+def test_action_mask_closes_edges_walls_and_occupied_cells_but_never_staying():
+    [(time_step, _)] = play(*draw("01... 2#... ..#.. .34#. ....."), [STAY] * 5)
+    expected = np.zeros((5, 5), bool)
+    for robot, actions in enumerate([[STAY], [STAY, EAST], [STAY, SOUTH], [STAY, NORTH, SOUTH, WEST], [STAY, SOUTH]]):
+        expected[robot, actions] = True
+    assert_trees_equal(time_step.observation.action_mask, expected)
 
 
-def slow_fiedler(env, position):
-    if env.n_agents == 1:
-        return 1.0
-    weight = [[1 / (1 + np.exp(-2.0 * (env.comm_r - king(a, b)))) for b in position] for a in position]
-    weight = np.array(weight) * (1 - np.eye(len(position)))
-    return np.linalg.eigvalsh(np.diag(weight.sum(1)) - weight)[1]
-
-
-def test_a_line_of_four_with_gaps_of_four_is_just_connected():
-    env = Coverage(n_agents=4, comm_r=5)
-    line = np.array([(3, column) for column in (0, 4, 8, 12)])
-    assert 0.515 < slow_fiedler(env, line) < 0.517
-    np.testing.assert_allclose(env.fiedler(jnp.asarray(line)), slow_fiedler(env, line), rtol=1e-5)
-
-
-# --- 2. moves, reward, cost -----------------------------------------------------------------------
-def test_action_mask_closes_walls_edges_and_occupied_cells_but_never_staying():
-    env, state = draw("""
-        01....
-        2.....
-        ..#...
-        .34#..
-        ......
-        .....5""")
-    expected = [  # stay, north, east, south, west
-        [1, 0, 0, 0, 0],  # edges north and west, robots east and south
-        [1, 0, 1, 1, 0],
-        [1, 0, 1, 1, 0],
-        [1, 1, 0, 1, 1],  # robot east
-        [1, 0, 0, 1, 0],  # walls north and east, robot west
-        [1, 1, 0, 0, 1],
-    ]
-    assert_equal_trees(mask_of(env, state), np.array(expected, bool))
-    assert_equal_trees(play(env, state, [STAY] * 6)[0][0].observation.action_mask, np.array(expected, bool))
-
-
-MOVE_CASES = {  # before, joint action, after
-    "each action has its direction": (
-        "..... ..1.. .402. ..3.. .....",
-        [STAY, NORTH, EAST, SOUTH, WEST],
-        "..1.. ..... 4.0.2 ..... ..3..",
-    ),
-    "the lower index gets a claimed cell from the west": ("0.1 ... ...", [EAST, WEST], ".01 ... ..."),
-    "the lower index gets a claimed cell from the east": ("1.0 ... ...", [WEST, EAST], "10. ... ..."),
-    "of three claims one is granted": (".2. 0.1 ...", [EAST, WEST, SOUTH], ".2. .01 ..."),
-    "a cell that is being left is still occupied": ("012. .... .... ....", [EAST] * 3, "01.2 .... .... ...."),
-    "nobody enters the cell of one who lost a claim": ("21.0 .... .... ....", [WEST, EAST, EAST], "210. .... .... ...."),
-    "robots do not swap": ("01. ... ...", [EAST, WEST], "01. ... ..."),
-    "a masked action leaves the robot in place": ("0#. ..1 2..", [EAST, EAST, SOUTH], "0#. ..1 2.."),
-    "a masked action claims nothing": ("0.. ... 1..", [NORTH, NORTH], "0.. 1.. ..."),
+MOVES = {  # before, joint action, after
+    "directions": ("..... ..1.. .402. ..3.. .....", range(5), "..1.. ..... 4.0.2 ..... ..3.."),
+    "the lower index gets the cell, from the west": ("0.1. .... .... ...2", [EAST, WEST, STAY], ".01. .... .... ...2"),
+    "the lower index gets the cell, from the east": ("1.0. .... .... ...2", [WEST, EAST, STAY], "10.. .... .... ...2"),
+    "of three claims one is granted": (".2.. 0.1. .... ....", [EAST, WEST, SOUTH], ".2.. .01. .... ...."),
+    "a cell that is being left is occupied": ("012. .... .... ....", [EAST] * 3, "01.2 .... .... ...."),
+    "the loser of a claim keeps its cell": ("21.0 .... .... ....", [WEST, EAST, EAST], "210. .... .... ...."),
+    "robots do not swap": ("01.. .... .... ...2", [EAST, WEST, STAY], "01.. .... .... ...2"),
+    "masked: wall and edges": ("0#.. ...1 .... 2...", [EAST, EAST, SOUTH], "0#.. ...1 .... 2..."),
 }
 
 
-@pytest.mark.parametrize("name", MOVE_CASES)
+@pytest.mark.parametrize("name", MOVES)
 def test_moves_on_a_hand_drawn_map(name):
-    before, action, after = MOVE_CASES[name]
+    before, action, after = MOVES[name]
     [(_, state)] = play(*draw(before), action)
-    np.testing.assert_array_equal(state.position, draw(after)[1].position)
+    assert_trees_equal(state.position, draw(after)[1].position)
 
 
-@pytest.mark.parametrize("local_ratio, w_connectivity", [(1.0, 0.0), (0.5, 0.0), (0.0, 0.0), (0.5, 0.25)])
+@pytest.mark.parametrize("local_ratio, w_connectivity", [(1.0, 0.0), (0.5, 0.0), (0.0, 0.25)])
 def test_only_the_first_visitor_is_rewarded(local_ratio, w_connectivity):
     env, state = draw("0..o #..1 .... 2...", local_ratio=local_ratio, w_connectivity=w_connectivity)
     record = play(env, state, [EAST, NORTH, NORTH], [EAST, SOUTH, SOUTH], [WEST, WEST, EAST], [EAST, WEST, STAY])
-    own = np.array([(1, 0, 1), (1, 0, 0), (0, 1, 1), (0, 1, 0)])  # the corner was covered before; robots 0 and 2 go back
-    covered = 4 + own.sum(1).cumsum()
-    for (time_step, _), own_cells, cells in zip(record, own, covered, strict=True):
-        expected = local_ratio * own_cells + (1 - local_ratio) * own_cells.sum() / 3 + w_connectivity
-        np.testing.assert_allclose(time_step.reward, expected, atol=1e-6)
-        np.testing.assert_allclose(time_step.info["coverage"], cells / 15, rtol=1e-6)
-    owner = [(0, 0, 0, 2), (-1, 1, 1, 1), (2, -1, -1, -1), (2, 2, -1, -1)]
-    np.testing.assert_array_equal(record[-1][1].owner, owner)
+    first = np.array([(1, 0, 1), (1, 0, 0), (0, 1, 1), (0, 1, 0)])  # robot 1 enters the old cell, 0 and 2 go back
+    coverage = (4 + first.sum(1).cumsum()) / 15
+    for (time_step, _), own, share in zip(record, first, coverage, strict=True):
+        assert_close(time_step.reward, local_ratio * own + (1 - local_ratio) * own.sum() / 3 + w_connectivity)
+        assert_close(time_step.info["coverage"], share)
+    assert_trees_equal(record[-1][1].owner, np.array([(0, 0, 0, 2), (-1, 1, 1, 1), (2, -1, -1, -1), (2, 2, -1, -1)]))
 
 
 @pytest.mark.parametrize("distance, connected, weak", [(5, 1, 1), (6, 0, 1), (8, 0, 1), (9, 0, 0)])
 def test_cost_and_connectivity_of_two_robots_in_closed_form(distance, connected, weak):
-    """K_2 with weight w has lambda_2 = 2 w; the bars are 0.5 and 1e-3, and only the higher one pays."""
-    env, state = draw(" ".join(["0.........", *["." * 10] * 8, "." * distance + "1" + "." * (9 - distance)]))
-    env = replace(env, w_connectivity=0.25)
-    state = state._replace(position=state.position.at[1, 0].set(1))  # the same distance, one axis apart
-    [(time_step, _)] = play(env, state, [STAY, STAY])
+    """Two nodes with link weight w have lambda_2 = 2 w; the bars are 0.5 and 1e-3, and only the higher one pays."""
+    rows = ["0........."] + ["." * 10] * 9
+    rows[distance] = ".1........"
+    [(time_step, _)] = play(*draw(" ".join(rows), w_connectivity=0.25), [STAY, STAY])
     fiedler = 2 / (1 + np.exp(2.0 * (distance - 5)))
-    np.testing.assert_allclose(time_step.info["fiedler"], fiedler, rtol=1e-4, atol=1e-6)
+    assert_close(time_step.info["fiedler"], fiedler)
+    assert_close(time_step.cost, max(0, 0.6 - fiedler) / 0.6)
+    assert (time_step.cost == 0) == (fiedler > 0.6)
     assert (time_step.info["connected"], time_step.info["connected_weak"]) == (connected, weak)
-    np.testing.assert_allclose(time_step.cost, max(0, 0.6 - fiedler) / 0.6, atol=1e-6)
-    assert distance > 5 or time_step.cost == 0  # above the target exactly zero
-    np.testing.assert_allclose(time_step.reward, 0.25 * connected)
+    assert_close(time_step.reward, [0.25 * connected] * 2)
 
 
-# --- 3. whole episodes against slow NumPy ---------------------------------------------------------
-EPISODES = {
-    "N=4 scattered": (Coverage(grid=12, n_agents=4, comm_r=3, horizon=40), 40),
-    "N=7 crowded": (Coverage(grid=7, n_agents=7, comm_r=2, view_r=1, n_nearest=3, obstacle_density=0.6), 200),
-    "N=2 far sight": (Coverage(grid=30, n_agents=2, comm_r=4, view_r=5, local_ratio=0.2, w_connectivity=0.5), 40),
-    "N=1": (Coverage(grid=5, n_agents=1, critic_observation=False), 20),
+# --- 3. whole episodes against slow loops ---------------------------------------------------------
+EPISODES = {  # grid, robots, share of walls, steps, settings
+    "4 scattered": (12, 4, 0.0, 40, {"comm_r": 3, "horizon": 40}),
+    "7 crowded": (7, 7, 0.25, 200, {"comm_r": 2, "view_r": 1, "n_nearest": 3}),
+    "2 far-sighted": (30, 2, 0.1, 40, {"comm_r": 4, "view_r": 5, "local_ratio": 0.2, "w_connectivity": 0.5}),
+    "1 alone": (4, 1, 0.0, 20, {"critic_observation": False}),
 }
 
 
-@pytest.fixture(scope="module", params=EPISODES)
-def episode(request):
+@cache
+def episode(name):
     """(env, [(state, action, time_step, next_state)]) under random joint actions, many of them masked."""
-    env, n_steps = EPISODES[request.param]
+    grid, n_agents, wall_share, n_steps, settings = EPISODES[name]
     rng = np.random.default_rng(0)
-    state = jax.device_get(reset(env, KEY)[1])
-    drift = rng.integers(1, 5, env.n_agents)  # every robot prefers a direction, so that the team also falls apart
-    record = []
-    for _ in range(n_steps):
-        action = np.where(rng.random(env.n_agents) < 0.3, drift, rng.integers(0, 5, env.n_agents))
-        [(time_step, next_state)] = play(env, state, action)
-        record.append((state, action, time_step, next_state))
-        state = next_state
-    return env, record
+    cell = np.where(rng.random((grid, grid)) < wall_share, "#", ".")
+    start = rng.choice(16, n_agents, replace=False)
+    cell[start // 4, start % 4] = np.arange(n_agents)
+    env, state = draw(" ".join(map("".join, cell)), **settings)
+    drift = np.arange(n_agents) % 4 + 1  # each robot prefers a direction of its own, so that the team falls apart
+    action = np.where(rng.random((n_steps, n_agents)) < 0.3, drift, rng.integers(0, 5, (n_steps, n_agents)))
+    time_steps, next_states = zip(*play(env, state, *action), strict=True)
+    return env, list(zip((jax.device_get(state), *next_states), action, time_steps, next_states, strict=False))
 
 
-def slow_move(env, wall, position, action):
-    occupied, granted = {tuple(p) for p in position}, []
-    for here, a in zip(position, action, strict=True):
-        row, column = here[0] + STEP[a][0], here[1] + STEP[a][1]
-        inside = 0 <= row < env.grid and 0 <= column < env.grid
-        free = inside and not wall[row, column] and (row, column) not in occupied | set(granted)
-        granted.append((row, column) if free else tuple(here))
-    return np.array(granted)
+def slow_target(env, state, i, action):
+    """The cell that robot i reaches if no other claims it."""
+    row, column = state.position[i] + STEP[action]
+    inside = 0 <= row < env.grid and 0 <= column < env.grid
+    free = inside and not state.wall[row, column] and (row, column) not in set(map(tuple, state.position))
+    return (row, column) if free else tuple(state.position[i])
 
 
-def slow_gossip(env, before, position):
-    belief, heard, heard_time = before.belief.copy(), before.heard.copy(), before.heard_time.copy()
-    robots = range(env.n_agents)
-    for i, j in ((i, j) for i in robots for j in robots if king(position[i], position[j]) <= env.comm_r):
-        belief[i] |= before.belief[j]
-        for k in robots:
-            if king(position[i], position[k]) <= env.comm_r:
-                heard[i, k], heard_time[i, k] = position[k], before.time + 1
-            elif before.heard_time[j, k] > heard_time[i, k]:
-                heard[i, k], heard_time[i, k] = before.heard[j, k], before.heard_time[j, k]
+def slow_step(env, state, action):
+    """(next state, [N] cells that each robot covered first), one robot after the other."""
+    robots, position = range(env.n_agents), []
     for i in robots:
-        belief[i, position[i][0], position[i][1]] = True
-    return belief, heard, heard_time
+        target = slow_target(env, state, i, action[i])
+        position.append(tuple(state.position[i]) if target in position else target)
+    owner, belief, heard, heard_time = (np.copy(x) for x in (state.owner, state.belief, state.heard, state.heard_time))
+    position, first = np.array(position), np.zeros(env.n_agents)
+    for i, cell in enumerate(map(tuple, position)):
+        if owner[cell] < 0:
+            owner[cell], first[i] = i, 1
+        near = [j for j in robots if np.abs(position[i] - position[j]).max() <= env.comm_r]
+        for j in near:
+            belief[i] |= state.belief[j]
+            for k in robots:
+                if state.heard_time[j, k] > heard_time[i, k]:
+                    heard[i, k], heard_time[i, k] = state.heard[j, k], state.heard_time[j, k]
+        heard[i, near], heard_time[i, near] = position[near], state.time + 1
+        belief[i][cell] = True
+    return CoverageState(position, owner, state.wall, belief, heard, heard_time, state.time + 1), first
 
 
-def test_every_transition_matches_a_slow_loop(episode):
-    env, record = episode
-    for before, action, time_step, after in record:
-        position = slow_move(env, before.wall, before.position, action)
-        owner, own = before.owner.copy(), np.zeros(env.n_agents)
-        for i, cell in enumerate(map(tuple, position)):
-            if owner[cell] < 0:
-                owner[cell], own[i] = i, 1
-        belief, heard, heard_time = slow_gossip(env, before, position)
-        assert_equal_trees(
-            after, CoverageState(position, owner, before.wall, belief, heard, heard_time, before.time + 1)
-        )
-
-        fiedler = slow_fiedler(env, position)
-        reward = env.local_ratio * own + (1 - env.local_ratio) * own.mean() + env.w_connectivity * (fiedler > 0.5)
-        cost = max(0, env.target_fiedler - fiedler) / env.target_fiedler
-        coverage = (owner >= 0).sum() / (~before.wall).sum()
-        np.testing.assert_allclose(time_step.reward, reward, atol=1e-6)
-        np.testing.assert_allclose(time_step.cost, cost, atol=1e-5)
-        np.testing.assert_allclose(time_step.info["fiedler"], fiedler, atol=1e-5)
-        np.testing.assert_allclose(time_step.info["coverage"], coverage, rtol=1e-6)
+@pytest.mark.parametrize("name", EPISODES)
+def test_every_transition_matches_a_slow_loop(name):
+    env, record = episode(name)
+    for state, action, time_step, next_state in record:
+        expected, first = slow_step(env, state, action)
+        assert_trees_equal(next_state, expected)
+        fiedler = slow_connectivity(env, expected.position)
+        team_share = (1 - env.local_ratio) * first.mean() + env.w_connectivity * (fiedler > 0.5)
+        assert_close(time_step.reward, env.local_ratio * first + team_share)
+        assert_close(time_step.cost, max(0, env.target_fiedler - fiedler) / env.target_fiedler, atol=1e-5)
+        assert_close(time_step.info["fiedler"], fiedler, atol=1e-5)
+        assert_close(time_step.info["coverage"], (expected.owner >= 0).sum() / (~state.wall).sum())
 
 
-def test_robots_never_share_a_cell_or_enter_a_wall(episode):
-    env, record = episode
-    refused = 0
-    for before, action, _, after in record:
-        assert ((after.position >= 0) & (after.position < env.grid)).all()
-        assert len({tuple(p) for p in after.position}) == env.n_agents
-        assert not after.wall[tuple(after.position.T)].any()
-        refused += ((action != STAY) & (after.position == before.position).all(1)).sum()
-    assert refused > 0  # the episode did send moves that are not possible
+@pytest.mark.parametrize("name", ["7 crowded", "1 alone"])
+def test_robots_never_share_a_cell_or_enter_a_wall(name):
+    env, record = episode(name)
+    for *_, state in record:
+        assert ((state.position >= 0) & (state.position < env.grid)).all()
+        assert len(set(map(tuple, state.position))) == env.n_agents
+        assert not state.wall[tuple(state.position.T)].any()
 
 
-# --- 4. gossip ------------------------------------------------------------------------------------
 def test_news_travels_one_hop_per_step_and_never_out_of_range():
-    """Robots 0 1 2 3 are a chain of gaps of exactly comm_r, robot 4 hears nobody. Robot 3 walks south, cell by cell."""
+    """Robots 0 1 2 3 are a chain with gaps of exactly comm_r, robot 4 hears nobody; robot 3 walks south."""
     env, state = draw(" ".join(["0....1....2....3", *["." * 16] * 14, "....4..........."]), comm_r=5)
-    record = [(None, jax.device_get(state)), *play(env, state, *[[STAY, STAY, STAY, SOUTH, STAY]] * 5)]
-    for time, (_, now) in enumerate(record):
+    for time, (_, now) in enumerate(play(env, state, *[[STAY, STAY, STAY, SOUTH, STAY]] * 5), start=1):
         for listener, hops in ((2, 1), (1, 2), (0, 3)):
-            known = [row for row in range(16) if now.belief[listener, row, 15]]
-            assert known == list(range(max(0, time - hops + 1)))  # the cell of step t arrives at step t + hops
-            news = max(0, time - hops + 1)  # positions: those in range are heard at once, then one step a hop
-            assert now.heard_time[listener, 3] == news
-            assert tuple(now.heard[listener, 3]) == (news, 15)
+            news = max(0, time - hops + 1)  # a robot in range is heard at once, then one step a hop
+            assert (now.heard_time[listener, 3], *now.heard[listener, 3]) == (news, news, 15)
+            # the cell covered in step t is known `hops` steps later: one less than `news`, but the start was covered
+            assert np.flatnonzero(now.belief[listener, :, 15]).tolist() == list(range(news))
         assert np.argwhere(now.belief[4]).tolist() == [[15, 4]]
         assert now.heard_time[4].tolist() == [0, 0, 0, 0, time]
-        assert_equal_trees(now.heard[4], record[0][1].position)
+        assert_trees_equal(now.heard[4], np.asarray(state.position))
 
 
-# --- 5. observations ------------------------------------------------------------------------------
+# --- 4. observations ------------------------------------------------------------------------------
 def slow_observation(env, state, i):
-    """What robot i perceives, cell by cell, teammate by teammate."""
-    here, cells = state.position[i], range(env.grid)
-    robots = {tuple(p) for p in state.position}
-    unknown = {(r, c) for r in cells for c in cells if not state.wall[r, c] and not state.belief[i, r, c]}
-    floor = {(r, c) for r in cells for c in cells if not state.wall[r, c]}
-    reach = range(-env.view_r, env.view_r + 1)
-    window = [(here[0] + r, here[1] + c) for r in reach for c in reach]
+    """(observation, nearest teammate, weakest link) of robot i, cell by cell and teammate by teammate."""
+    here, robots = state.position[i], set(map(tuple, state.position))
+    floor = set(map(tuple, np.argwhere(~state.wall)))
+    unknown = floor - set(map(tuple, np.argwhere(state.belief[i])))
+    window = [tuple(here + offset - env.view_r) for offset in np.ndindex(2 * env.view_r + 1, 2 * env.view_r + 1)]
     view = [cell in unknown for cell in window] + [cell not in floor for cell in window]
     view += [cell in robots for cell in window]
 
     for side in (3, 9, 27):  # 3 x 3 boxes of this side, the middle one centred on the robot
         count = np.zeros((3, 3))
-        for row, column in unknown:
-            box = (row - here[0] + side // 2) // side + 1, (column - here[1] + side // 2) // side + 1
-            if box in np.ndindex(3, 3):
-                count[box] += 1
-        around = [count[box] for box in np.ndindex(3, 3) if box != (1, 1)]
-        view += [cells / side**2 for cells in around] + [cells > 0 for cells in around]
+        for cell in unknown:
+            row, column = (cell - here + side // 2) // side + 1
+            if 0 <= row <= 2 and 0 <= column <= 2:
+                count[row, column] += 1
+        around = np.delete(count, 4)
+        view += [*(around / side**2), *(around > 0)]
 
-    def entry(j):
-        age = state.time - state.heard_time[i, j]
-        return [*(state.heard[i, j] - here) / env.comm_r, 1 / (1 + age)]
-
-    distance = {j: king(state.heard[i, j], here) for j in range(env.n_agents) if j != i}
-    in_range = [j for j in distance if king(state.position[j], here) <= env.comm_r]
-    listed = sorted(distance, key=lambda j: (j not in in_range, distance[j]))[: env.n_nearest]
-    for j in listed:
-        view += entry(j)
-    view += [0, 0, 0] * (env.n_nearest - len(listed))
-    view += entry(max(in_range, key=distance.get)) if in_range else [0, 0, 0]
-    view += [sum(1 / (1 + np.exp(2.0 * (king(state.position[j], here) - env.comm_r))) for j in distance) / 4]
-    return [*view, 1 - state.time / env.horizon]
+    distance = {j: np.abs(state.heard[i, j] - here).max() for j in range(env.n_agents) if j != i}
+    in_range = [j for j in distance if np.abs(state.position[j] - here).max() <= env.comm_r]
+    listed = sorted(distance, key=lambda j: (j not in in_range, distance[j]))
+    listed += [None] * env.n_nearest
+    farthest = max(in_range, key=distance.get, default=None)
+    for j in [*listed[: env.n_nearest], farthest]:
+        age = 0 if j is None else state.time - state.heard_time[i, j]
+        view += [0, 0, 0] if j is None else [*(state.heard[i, j] - here) / env.comm_r, 1 / (1 + age)]
+    view += [sum(slow_link(env, here, state.position[j]) for j in distance) / 4, 1 - state.time / env.horizon]
+    offsets = [(0, 0, 0) if j is None else (*state.heard[i, j] - here, j in in_range) for j in (listed[0], farthest)]
+    return view, *offsets
 
 
-def test_observations_match_a_slow_loop_over_cells_and_teammates(episode):
-    env, record = episode
-    for _, _, time_step, state in record[::6]:
-        expected = np.array([slow_observation(env, state, i) for i in range(env.n_agents)], float)
-        actual = time_step.observation
-        np.testing.assert_allclose(actual.observation, expected, atol=1e-6)
-        mask = [[a == STAY or tuple(slow_move(env, state.wall, state.position, [a if j == i else STAY for j in range(env.n_agents)])[i]) != tuple(state.position[i]) for a in range(5)] for i in range(env.n_agents)]
-        assert_equal_trees(actual.action_mask, np.array(mask))
+def slow_observations(env, state):
+    rows = [slow_observation(env, state, i) for i in range(env.n_agents)]
+    return [np.array(part, float) for part in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_observations_match_a_slow_loop_over_cells_and_teammates(name):
+    env, record = episode(name)
+    for _, _, time_step, state in record[::7]:
+        actual, (expected, nearest, weakest) = time_step.observation, slow_observations(env, state)
+        assert_close(actual.observation, expected)
+        assert_trees_equal(env.teammate_offsets(actual.observation), (nearest, weakest))
+        for i, here in enumerate(map(tuple, state.position)):
+            moves = [slow_target(env, state, i, action) != here for action in (NORTH, EAST, SOUTH, WEST)]
+            assert actual.action_mask[i].tolist() == [True, *moves]
         if env.critic_observation:
-            truth = [*expected.mean(0), slow_fiedler(env, state.position), (state.owner >= 0).sum() / (~state.wall).sum()]
-            critic = np.hstack([expected, np.tile(truth, (env.n_agents, 1))])
-            np.testing.assert_allclose(actual.critic_observation, critic, atol=1e-5)
-            assert actual.critic_input is actual.critic_observation
+            coverage = (state.owner >= 0).sum() / (~state.wall).sum()
+            truth = [*expected.mean(0), slow_connectivity(env, state.position), coverage]
+            assert_close(actual.critic_input, np.hstack([expected, [truth] * env.n_agents]), atol=1e-5)
         else:
             assert actual.critic_observation is None and actual.critic_input is actual.observation
+
+
+def test_the_observation_depends_on_the_local_scene_only():
+    """The same scene elsewhere on a larger grid, with walls around it: bit-equal."""
+    env, record = episode("7 crowded")
+    *_, state = record[-1]
+    shift, border = np.array((4, 9)), ((4, 7), (9, 2))
+    there = state._replace(
+        position=state.position + shift,
+        heard=state.heard + shift,
+        wall=np.pad(state.wall, border, constant_values=True),
+        owner=np.pad(state.owner, border, constant_values=-1),
+        belief=np.pad(state.belief, ((0, 0), *border)),
+    )
+    [(expected, _)] = play(env, state, [STAY] * 7)
+    [(actual, _)] = play(replace(env, grid=18), there, [STAY] * 7)
+    assert_trees_equal(actual.observation.observation, expected.observation.observation)
+
+
+def test_observation_sizes_depend_on_neither_grid_nor_team():
+    size = 3 * 7 * 7 + 3 * 16 + (4 + 1) * 3 + 1 + 1
+    for grid, n_agents in ((2, 1), (10, 4), (32, 10)):
+        observation, _ = jax.eval_shape(Coverage(grid=grid, n_agents=n_agents).reset, KEY)
+        assert observation.observation.shape == (n_agents, size)
+        assert observation.critic_observation.shape == (n_agents, 2 * size + 2)
+
+
+def test_teammate_offsets_prefer_one_in_range_to_stale_news_from_nearby():
+    env, state = draw("........ .0..1... ........ ........ .2...... ........ ........ ........", comm_r=3)
+    _, (time_step, _) = play(env, state, [STAY, EAST, STAY], [EAST, EAST, STAY])
+    nearest = [(3, -1, 1), (0, -5, 0), (-3, 1, 1)]  # robot 0 last knew robot 1 two cells east; 1 hears nobody
+    weakest = [(3, -1, 1), (0, 0, 0), (-3, 1, 1)]
+    assert_trees_equal(env.teammate_offsets(time_step.observation.observation), (np.array(nearest), np.array(weakest)))
+
+
+# --- 5. the start of an episode -------------------------------------------------------------------
+OPEN = Coverage(grid=6, n_agents=9, spawn_r=1, horizon=3)  # as many robots as the spawn area has cells
+WALLED = Coverage(grid=7, n_agents=16, obstacle_density=0.5)  # as many as it has cells between all its walls
+KEYS = jax.random.split(KEY, 2000)
+
+
+@cache
+def starts(env):
+    return jax.device_get(jax.jit(jax.vmap(lambda key: env.reset(key)[1]))(KEYS))
+
+
+@pytest.mark.parametrize("env", [OPEN, WALLED])
+def test_robots_start_close_together_on_free_cells_of_their_own_and_know_each_other(env):
+    state, robots = starts(env), np.arange(env.n_agents)
+    assert ((state.position >= 0) & (state.position < env.grid)).all()
+    assert (np.ptp(state.position, axis=1) <= 2 * env.spawn_r).all()
+    owner = np.full(state.owner.shape, -1)
+    owner[np.arange(2000)[:, None], state.position[..., 0], state.position[..., 1]] = robots
+    assert ((owner >= 0).sum((1, 2)) == env.n_agents).all()  # cells of their own
+    assert not (state.wall & (owner >= 0)).any()
+    belief = owner[:, None] == robots[:, None, None]
+    heard = np.repeat(state.position[:, None], env.n_agents, axis=1)
+    zeros = np.zeros_like(state.heard_time)
+    assert_trees_equal(state, CoverageState(state.position, owner, state.wall, belief, heard, zeros, zeros[:, 0, 0]))
+
+
+def test_the_spawn_area_surrounds_a_uniform_anchor_as_far_as_the_grid_allows():
+    position = starts(OPEN).position
+    corner = position.min(1, keepdims=True)
+    cell = (position - corner) @ (3, 1)
+    share = np.zeros((4, 4))
+    np.add.at(share, tuple(corner[:, 0].T), 1 / 2000)
+    expected = np.outer([2, 1, 1, 2], [2, 1, 1, 2]) / 36  # anchors 0..5 give the corners 0 0 1 2 3 3
+    assert (np.abs(share - expected) < 4 * np.sqrt(expected / 2000)).all()
+    share = (cell[:, :, None] == np.arange(9)).mean(0)  # [robot, cell]: who stands where is random too
+    assert (np.abs(share - 1 / 9) < 4.5 * np.sqrt(1 / 9 / 2000)).all()
+
+
+def test_walls_stand_on_odd_rows_and_columns_only_and_cut_nothing_off():
+    wall = starts(WALLED).wall
+    site = np.zeros((7, 7), bool)
+    site[1::2, 1::2] = True
+    assert not wall[:, ~site].any()
+    assert (np.abs(wall[:, site].mean(0) - 0.5) < 0.05).all()
+    flooded = np.zeros((2000, 9, 9), bool)
+    flooded[:, 1, 1] = True
+    for _ in range(49):
+        near = flooded[:, :-2, 1:-1] | flooded[:, 2:, 1:-1] | flooded[:, 1:-1, :-2] | flooded[:, 1:-1, 2:]
+        flooded[:, 1:-1, 1:-1] |= near & ~wall
+    assert_trees_equal(flooded[:, 1:-1, 1:-1], ~wall)
+
+
+def test_an_episode_is_a_function_of_its_key_alone_or_in_a_batch():
+    batch, action = jax.tree.map(lambda leaf: leaf[:2], starts(OPEN)), np.arange(9) % 5
+    together = jax.jit(jax.vmap(OPEN.step, in_axes=(0, 0, None)))(KEYS[:2], batch, action)
+    for i in range(2):
+        observation, state = reset(OPEN, KEYS[i])
+        assert_trees_equal(state, jax.tree.map(lambda leaf, i=i: leaf[i], batch))
+        assert_close(observation.observation, slow_observations(OPEN, jax.device_get(state))[0])
+        alone = step(OPEN, KEYS[i], state, action)
+        jax.tree.map(lambda leaf, expected, i=i: assert_close(leaf[i], expected), together, alone)
+    assert (batch.position[0] != batch.position[1]).any()
+
+
+# --- 6. the end of an episode ---------------------------------------------------------------------
+def test_the_clock_truncates_exactly_at_the_horizon_and_step_never_resets():
+    action = np.arange(9) % 5
+    time_step, state = zip(*play(OPEN, reset(OPEN, KEY)[1], *[action] * 4), strict=True)
+    assert [bool(x.truncated) for x in time_step] == [False, False, True, True]
+    assert not any(x.terminated for x in time_step)
+    assert_trees_equal(state[3], slow_step(OPEN, state[2], action)[0])
+    flags = (time_step[0].terminated, time_step[0].truncated)
+    assert all(leaf.shape == () for leaf in (*flags, time_step[0].cost, *time_step[0].info.values()))
+    assert all(flag.dtype == bool for flag in flags) and time_step[0].reward.shape == (9,)
+
+
+def test_autoreset_returns_the_final_observation_and_a_fresh_episode_to_act_from():
+    action, (_, state) = np.arange(9) % 5, reset(OPEN, KEY)
+    for time, key in enumerate(KEYS[:7], start=1):
+        stepped, stepped_state = step(OPEN, KEY, state, action)
+        fresh_observation, fresh_state = reset(OPEN, jax.random.split(key)[1])
+        time_step, state, observation = autoreset(OPEN, key, state, action)
+        assert_trees_equal(time_step, stepped)
+        assert_trees_equal(state, fresh_state if time % 3 == 0 else stepped_state)
+        assert_trees_equal(observation, fresh_observation if time % 3 == 0 else stepped.observation)
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Two agents count to five; the rewards of a step are 1 and 3."""
+
+    ending: str
+
+    def reset(self, key):
+        return AgentObservation(jnp.zeros((2, 1), int)), jnp.zeros((), int)
+
+    def sample_action(self, key):
+        return jnp.zeros(2, int)
+
+    def step(self, key, count, action):
+        count = count + 1
+        ends = {name: (count >= 5) & (name == self.ending) for name in ("terminated", "truncated")}
+        observation, reward = AgentObservation(jnp.full((2, 1), count)), jnp.array([1.0, 3.0])
+        return TimeStep(
+            observation=observation, reward=reward, cost=jnp.zeros(()), info={"count": 1.0 * count}, **ends
+        ), count
+
+    def episode_summary(self, mean, last):
+        return {"mean": mean["count"], "last": last["count"]}
+
+
+@pytest.mark.parametrize("ending", ["terminated", "truncated"])
+def test_three_episodes_of_five_steps_are_exactly_fifteen_transitions(ending):
+    env = Counter(ending)
+
+    def transition(carry, key):
+        observation, count, sums = carry
+        time_step, count, next_observation = step_autoreset(env, key, count, env.sample_action(key))
+        done, figures, sums = jax.vmap(partial(track_episode, env))(sums, jax.tree.map(lambda x: x[None], time_step))
+        return (next_observation, count, sums), (observation.observation, time_step, done, figures)
+
+    carry = (*env.reset(KEY), zero_sums(env, 1))
+    _, (acted_from, time_step, done, figures) = jax.lax.scan(transition, carry, jax.random.split(KEY, 15))
+    assert acted_from[:, 0, 0].tolist() == [0, 1, 2, 3, 4] * 3  # never from the final observation
+    assert time_step.observation.observation[:, 0, 0].tolist() == [1, 2, 3, 4, 5] * 3
+    assert time_step.reward.sum(0).tolist() == [15, 45]
+    assert done[:, 0].tolist() == getattr(time_step, ending).tolist() == ([False] * 4 + [True]) * 3
+    running = [np.arange(1, 6), (1 + np.arange(1, 6)) / 2, 2.0 * np.arange(1, 6)]  # every episode starts from zero
+    for name, expected in zip(("last", "mean", "episode_return"), running, strict=True):
+        assert_close(figures[name][:, 0], np.tile(expected, 3))
+
+
+@pytest.mark.parametrize("env", [Coverage(obstacle_density=0.5), Rendezvous()])
+@pytest.mark.parametrize("x64", [False, True])
+def test_step_and_autoreset_keep_the_types_that_reset_starts_with(env, x64):
+    with jax.enable_x64(x64):
+        action = jax.eval_shape(env.sample_action, KEY)
+        observation, state = jax.eval_shape(env.reset, KEY)
+        time_step, next_state = jax.eval_shape(env.step, KEY, state, action)
+        assert (time_step.observation, next_state) == (observation, state)
+        assert jax.eval_shape(partial(step_autoreset, env), KEY, state, action)[1:] == (state, observation)
+
+
+# --- 7. Rendezvous --------------------------------------------------------------------------------
+def test_rendezvous_moves_left_stays_moves_right_and_pays_minus_the_spread():
+    env, start = Rendezvous(n_agents=3, max_steps=2, speed=0.25), jnp.array([-0.9, 0.5, 0.8])
+    time_step, state = env.step(KEY, RendezvousState(start, jnp.int32(0)), jnp.array([0, 1, 2]))
+    assert_close(state.position, [-1, 0.5, 1])  # the ends of the line
+    assert_close(time_step.observation.observation, [(-1, 0.5), (0.5, 0.5), (1, 0.5)])  # position, time left
+    assert_close(time_step.observation.critic_input[1], [0.5, 0.5, -1, 0.5, 1])
+    assert_close(time_step.reward, [-2] * 3)
+    last, state = env.step(KEY, state, jnp.array([2, 0, 0]))
+    assert_close(state.position, [-0.75, 0.25, 0.75])
+    assert_close(env.episode_summary({"distance": 9.0}, last.info)["distance"], 1.5)
+    assert (time_step.truncated, last.truncated, last.terminated, last.cost) == (False, True, False, 0)
+    assert env.text_map(state) == "." * 5 + "1" + "." * 19 + "1" + "." * 9 + "1" + "." * 5
+    blind, _ = replace(env, critic_observation=False).reset(KEY)
+    assert blind.critic_observation is None and blind.observation.shape == (3, 2)
+
+
+def test_rendezvous_starts_uniformly_on_the_line():
+    env = Rendezvous(n_agents=2)
+    position = np.sort(jax.vmap(lambda key: env.reset(key)[1].position)(KEYS), axis=0)
+    assert_close(position, np.linspace([-1, -1], [1, 1], 2000), atol=0.08)  # the quantiles
+
+
+# --- 8. figures, maps and settings ----------------------------------------------------------------
+def test_episode_summary_takes_the_last_coverage_and_the_mean_connectivity():
+    mean = {"coverage": 0.5, "connected": 0.25, "connected_weak": 0.75}
+    last = {"coverage": 1.0, "connected": 0.0, "connected_weak": 0.0}
+    assert Coverage().episode_summary(mean, last) == {"coverage": 100, "connected": 25, "connected_weak": 75}
+
+
+def test_text_map_shows_owners_walls_and_robots():
+    env, state = draw("0.o .#. o1o")
+    state = state._replace(owner=state.owner.at[0, 2].set(10).at[2, 0].set(35))
+    assert env.text_map(state) == "0*. a\n. # .\nz 1*1"
+
+
+NAN, INF = float("nan"), float("inf")
+BAD_SETTINGS = [
+    (Coverage, "grid n_agents comm_r horizon view_r n_nearest", [0, -2], "at least 1"),
+    (Coverage, "spawn_r", [-1], "at least 0"),
+    (Coverage, "obstacle_density local_ratio", [-0.1, 1.1, NAN], "in [0, 1]"),
+    (Coverage, "w_connectivity", [-0.1, NAN, INF], "finite and at least 0"),
+    (Coverage, "target_fiedler", [0.0, NAN, INF], "finite and above 0"),
+    (Rendezvous, "n_agents max_steps", [0, -2], "at least 1"),
+    (Rendezvous, "speed", [0.0, 2.1, NAN], "in (0, 2]"),
+]
+
+
+@pytest.mark.parametrize("env, names, values, allowed", BAD_SETTINGS)
+def test_bad_settings_are_refused_by_the_name_of_their_flag(env, names, values, allowed):
+    for name, value in product(names.split(), values):
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(ValueError, match=re.escape(f"{flag} must be {allowed}, got {value}")):
+            env(**{name: value})
+
+
+@pytest.mark.parametrize("name, value, room", [("spawn_r", 2, 25), ("obstacle_density", 0.1, 16), ("grid", 2, 4)])
+def test_a_team_may_fill_the_spawn_area_but_no_more(name, value, room):
+    assert Coverage(n_agents=room, **{name: value}).n_agents == room
+    with pytest.raises(ValueError, match=f"--n-agents must be at most {room}, .* got {room + 1}"):
+        Coverage(n_agents=room + 1, **{name: value})

@@ -1,0 +1,65 @@
+"""Probe environments with known values, N = 2 (after Andy Jones, "Debugging RL, without the agonizing pain")."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from envs import AgentObservation, TimeStep
+
+
+class ProbeState(NamedTuple):
+    sign: jax.Array  # [N] +1 or -1, what an agent sees
+    time: jax.Array  # []
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`kind` says what the reward depends on:
+
+    constant: 1, over after a step.        endless: 1, cut by the clock after a step: worth 1 / (1 - gamma).
+    observed: what the agent saw.          delayed: 1 in the second of two steps, the time is seen.
+    action: +1 for action 1, else -1.      both: +1 if the action fits what the agent saw, else -1.
+    """
+
+    kind: str
+    n_agents: int = 2
+    n_actions: ClassVar = 2
+    figures: ClassVar = ()
+
+    @property
+    def horizon(self) -> int:
+        return 2 if self.kind == "delayed" else 1
+
+    def sample_action(self, key):
+        return jax.random.randint(key, (self.n_agents,), 0, 2)
+
+    def observe(self, state):
+        sees_sign = self.kind in ("observed", "both")
+        time = jnp.full(self.n_agents, 1.0) * state.time * (self.kind == "delayed")
+        return AgentObservation(jnp.stack([state.sign * sees_sign, time], -1))
+
+    def reset(self, key):
+        sign = jnp.where(jax.random.bernoulli(key, 0.5, (self.n_agents,)), 1.0, -1.0)
+        state = ProbeState(sign, jnp.zeros((), jnp.int32))
+        return self.observe(state), state
+
+    def step(self, key, state, action):
+        one = jnp.ones(self.n_agents)
+        reward = {
+            "constant": one,
+            "endless": one,
+            "observed": state.sign,
+            "delayed": one * (state.time == 1),
+            "action": 2.0 * action - 1,
+            "both": state.sign * (2.0 * action - 1),
+        }[self.kind]
+        state = ProbeState(state.sign, state.time + 1)
+        over = state.time >= self.horizon
+        endless = self.kind == "endless"
+        time_step = TimeStep(self.observe(state), reward, jnp.zeros(()), over & (not endless), over & endless, {})
+        return time_step, state
+
+    def episode_summary(self, mean, last):
+        return {}

@@ -1,0 +1,244 @@
+"""ppo_ctde.py: values on problems with known answers, and each part against a slow or closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from probes import Probe
+
+import ppo_ctde
+from envs import AgentObservation, Coverage, Rendezvous
+from ppo_ctde import Config
+
+SMALL = Config(total_timesteps=64, num_envs=4, num_steps=8, num_minibatches=2, hidden=8)
+
+
+def run(config, env, seed=0):
+    init_key, train_key = jax.random.split(jax.random.key(seed))
+    return ppo_ctde.train(config, env, ppo_ctde.init_state(config, env, init_key), train_key)
+
+
+# --- learning ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "seen", "value"),
+    [
+        ("constant", [(0, 0)], [1.0]),
+        ("endless", [(0, 0)], [2.0]),  # 1 / (1 - gamma): truncation must not cut the bootstrap
+        ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0]),
+        ("delayed", [(0, 0), (0, 1)], [0.5, 1.0]),  # gamma, then 1
+        ("action", [(0, 0)], [1.0]),
+        ("both", [(-1, 0), (1, 0)], [1.0, 1.0]),
+    ],
+)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_probe_values(kind, seen, value, normalize):
+    config = Config(
+        total_timesteps=32_000,
+        num_envs=32,
+        num_steps=8,
+        hidden=16,
+        lr=5e-3,
+        gamma=0.5,
+        normalize=normalize,
+        num_minibatches=4,
+    )
+    state, _ = run(config, Probe(kind))
+    observation = AgentObservation(jnp.array(seen, float))
+    np.testing.assert_allclose(ppo_ctde.evaluate_state(config, state, observation), value, atol=0.1)
+    if kind in ("action", "both"):
+        shown = ppo_ctde.perceive(config, state, observation).observation
+        probability = jnp.exp(jax.vmap(lambda x: ppo_ctde.action_log_probs(state.actor, x, None))(shown))
+        right = [1] if kind == "action" else [0, 1]
+        assert (probability[jnp.arange(len(right)), jnp.array(right)] > 0.9).all()
+
+
+def test_joint_critic_explains_the_return_and_a_local_one_does_not():
+    config = Config(total_timesteps=48_000, num_envs=32, num_steps=10, lr=3e-3, ent_coef=0.0)
+    explained = {}
+    for joint in (True, False):
+        _, metrics = run(config, Rendezvous(critic_observation=joint))
+        explained[joint] = metrics["explained_variance"][-10:].mean()
+    assert explained[True] > 0.9
+    assert explained[False] < 0.7
+
+
+def test_multiplier_lowers_the_violation():
+    """Two robots on a small map, one cell of range: the price makes them stay in touch."""
+    env = Coverage(grid=6, n_agents=2, comm_r=1, horizon=20)
+    shares = []
+    for lagrange_lr, start in ((0.0, 0.0), (0.5, 1.0)):
+        config = Config(total_timesteps=64_000, num_envs=32, num_steps=20, lagrange_lr=lagrange_lr, lagrange_init=start)
+        _, metrics = run(config, env)
+        shares.append(float(metrics["cost"][-5:].mean()))
+    assert shares[1] < 0.5 * shares[0]
+
+
+# --- the parts -----------------------------------------------------------------------------------
+def test_gae_cuts_the_bootstrap_at_termination_only():
+    reward, value, next_value = jnp.ones(3), jnp.zeros(3), jnp.array([0.0, 10.0, 0.0])
+    cut, never = jnp.array([False, True, False]), jnp.zeros(3, bool)
+    truncated, _ = ppo_ctde.compute_gae(reward, value, next_value, never, cut, 0.9, 0.8)
+    terminated, _ = ppo_ctde.compute_gae(reward, value, next_value, cut, never, 0.9, 0.8)
+    np.testing.assert_allclose(truncated, [8.2, 10.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(terminated, [1.72, 1.0, 1.0], rtol=1e-6)
+
+
+def test_rollout_goes_through_episodes_of_another_length():
+    """Episodes of 7 steps in rollouts of 10: the clock runs on across iterations."""
+    config = Config(total_timesteps=80, num_envs=4, num_steps=10, num_minibatches=2, hidden=8)
+    env = Rendezvous(max_steps=7)
+    state = ppo_ctde.init_state(config, env, jax.random.key(0))
+    cuts = []
+    for i in range(3):
+        state, transition, _ = ppo_ctde.collect(config, env, state, jax.random.key(i + 1))
+        cuts.append(np.asarray(transition.truncated))
+        # the value of the outcome is the value of the next observation, except where the episode was cut
+        same = np.isclose(transition.next_value[:-1], transition.value[1:], atol=1e-6).all(-1)
+        np.testing.assert_array_equal(same, ~cuts[-1][:-1])
+    steps = 1 + np.flatnonzero(np.concatenate(cuts)[:, 0])
+    np.testing.assert_array_equal(steps, [7, 14, 21, 28])
+
+
+def test_finished_episodes_are_reported_and_none_is_nan():
+    config = Config(total_timesteps=80, num_envs=4, num_steps=3, num_minibatches=2, hidden=8)
+    env = Rendezvous(max_steps=5)
+    state = ppo_ctde.init_state(config, env, jax.random.key(0))
+    state, first, finished = ppo_ctde.collect(config, env, state, jax.random.key(1))
+    assert np.isnan(finished["episode_return"])
+    state, second, finished = ppo_ctde.collect(config, env, state, jax.random.key(2))
+    reward = np.concatenate([first.reward, second.reward])[:5]  # [5, E, N], the whole first episode
+    np.testing.assert_allclose(finished["episode_return"], reward.sum(0).mean(), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    env = Coverage(grid=6, n_agents=3, horizon=8)
+    state = ppo_ctde.init_state(SMALL, env, jax.random.key(0))
+    state, transition, _ = ppo_ctde.collect(SMALL, env, state, jax.random.key(1))
+    seen = ppo_ctde.perceive(SMALL, state, transition.observation)
+    advantage = jax.random.normal(jax.random.key(2), transition.reward.shape)
+    batch = ppo_ctde.Batch(seen, transition.action, transition.log_prob, advantage, advantage)
+    return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+
+
+def test_ratio_is_one_before_the_first_update(rollout):
+    state, batch = rollout
+    _, metrics = ppo_ctde.ppo_loss((state.actor, state.critic), SMALL, batch)
+    np.testing.assert_allclose(metrics["ratio"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(metrics["policy_loss"], 0.0, atol=1e-5)  # minus the mean of normalized advantages
+
+
+def test_loss_is_finite_on_one_row_and_on_constant_advantages(rollout):
+    state, batch = rollout
+    one_row = jax.tree.map(lambda x: x[:1, :1], batch)
+    constant = batch._replace(advantage=jnp.full_like(batch.advantage, 3.0))
+    for rows in (one_row, constant):
+        gradient = jax.grad(ppo_ctde.ppo_loss, has_aux=True)((state.actor, state.critic), SMALL, rows)[0]
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_masked_actions_have_no_probability_and_entropy_stays_finite(rollout):
+    state, _ = rollout
+    observation = jnp.zeros(state.observation.observation.shape[-1])
+    only_stay = jnp.array([True, False, False, False, False])
+    log_prob = ppo_ctde.action_log_probs(state.actor, observation, only_stay)
+    np.testing.assert_allclose(jnp.exp(log_prob), [1, 0, 0, 0, 0], atol=1e-7)
+    np.testing.assert_allclose(-(jnp.exp(log_prob) * log_prob).sum(), 0.0, atol=1e-6)
+    mask = jnp.array([True, False, True, False, True])
+    draws = jax.random.categorical(
+        jax.random.key(0), ppo_ctde.action_log_probs(state.actor, observation, mask), shape=(10_000,)
+    )
+    assert set(np.unique(draws)) == {0, 2, 4}
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4, 900], list(range(100, 1000, 100))])
+def test_normalizer_equals_numpy_on_any_split(cuts):
+    rows = np.random.default_rng(0).normal(5.0, [[1.0, 1000.0]], (1000, 2)).astype(np.float32)
+    normalizer = ppo_ctde.init_normalizer(AgentObservation(rows, rows[:, :1]))
+    for part in np.split(rows, cuts):
+        normalizer = ppo_ctde.update_normalizer(normalizer, AgentObservation(jnp.array(part), jnp.array(part[:, :1])))
+    assert normalizer.count == 1000
+    np.testing.assert_allclose(normalizer.mean.observation, rows.mean(0), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(normalizer.variance.observation, rows.var(0), rtol=1e-4)
+    np.testing.assert_allclose(normalizer.variance.critic_observation, rows[:, :1].var(0), rtol=1e-4)
+
+
+def test_normalizer_stays_finite_on_constant_huge_and_infinite_features():
+    normalizer = ppo_ctde.init_normalizer(AgentObservation(jnp.zeros((1, 3))))
+    for _ in range(100):
+        rows = jnp.stack([jnp.full(50, 2.0), jnp.full(50, 1e30), jnp.arange(50.0)], -1)
+        normalizer = ppo_ctde.update_normalizer(normalizer, AgentObservation(rows))
+    before = normalizer
+    normalizer = ppo_ctde.update_normalizer(normalizer, AgentObservation(rows.at[0, 2].set(jnp.inf)))
+    np.testing.assert_array_equal(normalizer.mean.observation[2], before.mean.observation[2])
+    shown = ppo_ctde.normalize(normalizer, AgentObservation(jnp.array([2.001, 1e30, 1e9])))
+    assert np.isfinite(shown.observation).all()
+    assert np.abs(shown.observation).max() <= 10
+
+
+def test_normalizer_carries_a_billion_rows_in_float32():
+    normalizer = ppo_ctde.init_normalizer(AgentObservation(jnp.zeros((1, 1))))._replace(count=jnp.asarray(1e9))
+    normalizer = normalizer._replace(mean=AgentObservation(jnp.ones(1)), variance=AgentObservation(4 * jnp.ones(1)))
+    rows = jnp.array([[-1.0], [3.0]] * 5000)  # mean 1, variance 4: nothing may drift
+    update = jax.jit(
+        lambda n: jax.lax.fori_loop(0, 1000, lambda _, n: ppo_ctde.update_normalizer(n, AgentObservation(rows)), n)
+    )
+    normalizer = update(normalizer)
+    np.testing.assert_allclose(normalizer.count, 1e9 + 1e7, rtol=1e-3)
+    np.testing.assert_allclose(normalizer.mean.observation, 1.0, rtol=1e-3)
+    np.testing.assert_allclose(normalizer.variance.observation, 4.0, rtol=1e-3)
+
+
+def test_normalizer_is_updated_once_per_iteration_from_raw_observations():
+    env = Rendezvous()
+    config = Config(total_timesteps=160, num_envs=4, num_steps=20, num_minibatches=2, hidden=8)
+    state, _ = run(config, env)
+    assert state.normalizer.count == 160 * env.n_agents
+    assert state.normalizer.mean.observation.shape == (2,)
+    assert state.normalizer.mean.critic_observation.shape == (4,)
+    # the second feature is the share of time left: 1.0, 0.9, .., 0.1 in every episode
+    np.testing.assert_allclose(state.normalizer.mean.observation[1], 0.55, rtol=1e-5)
+    np.testing.assert_allclose(state.normalizer.variance.observation[1], np.var(np.arange(1, 11) / 10), rtol=1e-4)
+
+
+def test_multiplier_follows_the_violation_and_is_never_negative():
+    env = Coverage(grid=6, n_agents=2, horizon=8)  # always connected: the cost is zero
+    config = Config(
+        total_timesteps=640, num_envs=4, num_steps=8, num_minibatches=2, hidden=8, cost_limit=0.1, lagrange_init=0.05
+    )
+    _, metrics = run(config, env)
+    np.testing.assert_allclose(metrics["cost"], 0.0)
+    np.testing.assert_allclose(metrics["lagrange_multiplier"][:5], [0.04, 0.03, 0.02, 0.01, 0.0], atol=1e-7)
+    assert (metrics["lagrange_multiplier"][5:] == 0).all()
+
+
+def test_training_in_two_parts_is_bit_equal_and_no_key_is_used_twice():
+    env = Rendezvous()
+    init_key, key = jax.random.split(jax.random.key(3))
+    config = Config(total_timesteps=128, num_envs=4, num_steps=8, num_minibatches=2, hidden=8)
+    start = ppo_ctde.init_state(config, env, init_key)
+    with jax.debug_key_reuse(True):
+        whole, _ = ppo_ctde.train(config, env, start, key)
+    half, _ = ppo_ctde.train(config, env, start, key, stop=2)
+    rest, metrics = ppo_ctde.train(config, env, half, key, start=2)
+    assert metrics["cost"].shape == (2,)
+    jax.tree.map(np.testing.assert_array_equal, whole, rest)
+    other, _ = ppo_ctde.train(config, env, start, jax.random.key(4))
+    assert (np.asarray(other.actor.head.weight) != np.asarray(whole.actor.head.weight)).any()
+
+
+def test_warm_start_across_grid_and_team_size_and_refusal(tmp_path):
+    small, large = Coverage(grid=6, n_agents=2, horizon=8), Coverage(grid=9, n_agents=4, horizon=8)
+    saved, _ = run(SMALL, small)
+    settings = {"script": "ppo_ctde.py", "config": ppo_ctde.asdict(SMALL), "env": {"Coverage": ppo_ctde.asdict(small)}}
+    recorder = ppo_ctde.Recorder(ppo_ctde.Run(run_dir=str(tmp_path)), settings, {}, 1, 1)
+    recorder.save(0, saved)
+    loaded = ppo_ctde.init_state_from_checkpoint(SMALL, large, jax.random.key(9), tmp_path)
+    fresh = ppo_ctde.init_state(SMALL, large, jax.random.key(9))
+    for name in ("actor", "critic", "normalizer"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(loaded, name), getattr(saved, name))
+    for name in ("optimizer_state", "lagrange_multiplier", "env_state"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(loaded, name), getattr(fresh, name))
+    wider = ppo_ctde.dataclasses.replace(SMALL, hidden=9)
+    with pytest.raises(ValueError, match=r"actor.*\(8, \d+\) instead of \(9, \d+\)"):
+        ppo_ctde.init_state_from_checkpoint(wider, large, jax.random.key(9), tmp_path)
