@@ -446,9 +446,7 @@ class Counter:
         count = count + 1
         ends = {name: (count >= 5) & (name == self.ending) for name in ("terminated", "truncated")}
         observation, reward = AgentObservation(jnp.full((2, 1), count)), jnp.array([1.0, 3.0])
-        return TimeStep(
-            observation=observation, reward=reward, cost=jnp.zeros(()), info={"count": 1.0 * count}, **ends
-        ), count
+        return TimeStep(observation, reward, jnp.zeros(()), info={"count": 1.0 * count}, **ends), count
 
     def episode_summary(self, mean, last):
         return {"mean": mean["count"], "last": last["count"]}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -13,7 +14,6 @@ import es
 from envs import AgentObservation, Coverage, TimeStep
 
 NAN = float("nan")
-es_step = jax.jit(es.es_step, static_argnames=("eval_fn", "config"))
 
 
 def key(seed: int = 0):
@@ -31,12 +31,11 @@ def assert_trees_equal(left, right):
 
 # --- ask ------------------------------------------------------------------------------------------
 def test_population_is_mirrored_around_theta():
-    config = es.ESConfig(pop_size=10, sigma=0.3)
-    noise = np.asarray(es.ask(jnp.zeros(7), config, key()))
-    assert noise.shape == (10, 7) and noise.dtype == np.float32
-    np.testing.assert_array_equal(noise[:5], -noise[5:])
-    assert np.unique(noise).size == 70  # no draw is used twice
-    theta = random_theta(7)
+    config, theta = es.ESConfig(pop_size=8, sigma=0.3), random_theta(5)
+    noise = np.asarray(es.ask(jnp.zeros(5), config, key()))
+    assert noise.shape == (8, 5) and noise.dtype == np.float32
+    np.testing.assert_array_equal(noise[:4], -noise[4:])
+    assert np.unique(noise).size == 40  # no draw is used twice
     np.testing.assert_allclose(es.ask(theta, config, key()), theta + noise, atol=1e-6)
 
 
@@ -70,12 +69,12 @@ def slow_centered_ranks(fitness) -> list[float]:
     ("fitness", "expected"),
     [
         ([3.0, 1.0], [0.5, -0.5]),
-        ([30.0, -1e9, 2.0], [0.5, -0.5, 0.0]),
-        ([2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]),
-        ([1.0, 5.0, 1.0, 9.0, 1.0], [-0.25, 0.25, -0.25, 0.5, -0.25]),
-        ([NAN, -1e30, 5.0], [-0.5, 0.0, 0.5]),
-        ([4.0, NAN, NAN], [0.5, -0.25, -0.25]),
         ([NAN, NAN], [0.0, 0.0]),
+        ([30.0, -1e9, 2.0, 7.0, 3.0], [0.5, -0.5, -0.25, 0.25, 0.0]),
+        ([2.0, 2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]),
+        ([1.0, 5.0, 1.0, 9.0, 1.0], [-0.25, 0.25, -0.25, 0.5, -0.25]),
+        ([NAN, -1e30, 5.0, 6.0, 7.0], [-0.5, -0.25, 0.0, 0.25, 0.5]),
+        ([4.0, NAN, NAN, 1.0, 2.0], [0.5, -0.375, -0.375, 0.0, 0.25]),
     ],
 )
 def test_centered_ranks_by_hand(fitness, expected):
@@ -95,7 +94,8 @@ def test_nes_climbs_a_linear_fitness_along_its_gradient(sigma):
     """A rank is Phi(z) - 1/2, z the noise along the slope in units of sigma, and E[z Phi(z)] = 1 / (2 sqrt(pi))."""
     config = es.ESConfig(pop_size=4096, sigma=sigma, lr=0.5)
     slope, theta = random_theta(10, 1), random_theta(10, 2)
-    updated, _ = es_step(theta, lambda x: slope @ x, config, key())
+    population = es.ask(theta, config, key())
+    updated, _ = es.tell(theta, population, population @ slope, config)
     step, slope = np.asarray(updated - theta, np.float64), np.asarray(slope, np.float64)
     assert step @ slope / np.linalg.norm(step) / np.linalg.norm(slope) > 0.99
     np.testing.assert_allclose(np.linalg.norm(step), 0.5 / sigma / (2 * np.sqrt(np.pi)), rtol=0.1)
@@ -144,8 +144,8 @@ def test_cem_moves_to_the_elite_mean(fitness, elite_frac, elite):
 
 
 def test_cem_sigma_has_a_floor():
-    config = es.ESConfig(pop_size=4, sigma=1e-6, kind="cem")
-    _, info = es.es_step(random_theta(5), jnp.sum, config, key())
+    config, theta = es.ESConfig(pop_size=6, sigma=1e-6, kind="cem"), random_theta(5)
+    _, info = es.tell(theta, es.ask(theta, config, key()), jnp.arange(6.0), config)
     np.testing.assert_allclose(info["sigma"], es.SIGMA_FLOOR, rtol=1e-6)
     assert es.SIGMA_FLOOR > 0
 
@@ -160,19 +160,16 @@ def search(config, fitness, theta, generations: int):
         theta, info = es.es_step(theta, eval_fn, config._replace(sigma=sigma), jax.random.fold_in(key(), t))
         return (theta, info["sigma"]), (theta, info["sigma"])
 
-    carry = theta, jnp.asarray(config.sigma, jnp.float32)
-    return jax.jit(lambda carry: jax.lax.scan(generation, carry, jnp.arange(generations))[1])(carry)
+    return jax.lax.scan(generation, (theta, jnp.asarray(config.sigma, float)), jnp.arange(generations))[1]
 
 
 @pytest.mark.parametrize("kind", ["nes", "cem"])
 def test_search_climbs_a_quadratic_and_flees_its_mirror_image(kind):
     config = es.ESConfig(pop_size=32, sigma=0.1, lr=0.02, kind=kind)
-    start = jnp.zeros(3)
-    distance = lambda x: np.linalg.norm(np.asarray(x) - 3)  # noqa: E731
-    climbed, _ = search(config, lambda x, _: -jnp.square(x - 3).sum(), start, 200)
-    assert distance(climbed[-1]) < 0.1 < distance(start)
-    fled, _ = search(config, lambda x, _: jnp.square(x - 3).sum(), start, 200)
-    assert distance(fled[-1]) > distance(start) + 1
+    run = lambda sign: search(config, lambda x, _: -sign * jnp.square(x - 3).sum(), jnp.zeros(3), 200)[0][-1]  # noqa: E731
+    climbed, fled = np.linalg.norm(jax.vmap(run)(jnp.array([1.0, -1.0])) - 3, axis=1)
+    start = 3 * np.sqrt(3)
+    assert climbed < 0.1 and fled > start + 1
 
 
 def test_cem_follows_an_optimum_that_moves_after_sigma_has_collapsed():
@@ -189,19 +186,19 @@ def test_cem_follows_an_optimum_that_moves_after_sigma_has_collapsed():
 @pytest.mark.parametrize("kind", ["nes", "cem"])
 def test_theta_only_decays_where_fitness_is_constant(kind, fitness):
     """All ranks are equal and all members are elite; their antithetic mean is theta."""
-    theta, eval_fn = random_theta(50), lambda x: jnp.full((), fitness)
+    theta = random_theta(5)
     for weight_decay, shrink in ((0.0, 1.0), (0.5, 1 - 0.02 * 0.5)):
         config = es.ESConfig(pop_size=8, lr=0.02, kind=kind, weight_decay=weight_decay)
-        updated, _ = es_step(theta, eval_fn, config, key())
+        updated, _ = es.tell(theta, es.ask(theta, config, key()), jnp.full(8, fitness), config)
         np.testing.assert_allclose(updated, shrink * theta, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["nes", "cem"])
 def test_info_reports_the_raw_fitness(kind):
-    config = es.ESConfig(pop_size=4, kind=kind)
-    population = es.ask(jnp.zeros(3), config, key())
-    _, info = es.tell(jnp.zeros(3), population, jnp.array([100.0, NAN, -20.0, 40.0]), config)
-    assert (info["best_fitness"], info["mean_fitness"]) == (100.0, 40.0)  # of the members that have one
+    config, theta = es.ESConfig(pop_size=8, kind=kind), random_theta(5)
+    fitness = jnp.array([100.0, NAN, -20.0, 40.0, 60.0, NAN, 0.0, 0.0])
+    _, info = es.tell(theta, es.ask(theta, config, key()), fitness, config)
+    assert (info["best_fitness"], info["mean_fitness"]) == (100.0, 30.0)  # of the members that have one
 
 
 @pytest.mark.parametrize(("eval_batch", "expected"), [(0, {8}), (1, {1}), (3, {3, 2}), (8, {8})])
@@ -257,11 +254,12 @@ CONFIG = es.Config(generations=2, rollouts=3, pop=4, hidden=4, cost_coef=0.7)
 
 @pytest.fixture(scope="module")
 def start():
-    return es.init_state(CONFIG, ENV, key(7))
+    return jax.jit(partial(es.init_state, CONFIG, ENV))(key(7))
 
 
 def test_two_generations_repeat_for_one_seed_and_differ_for_two(start):
-    train = es.train.lower(CONFIG, ENV, start, key()).compile()
+    quick = {"xla_backend_optimization_level": 0}  # compiles in half the time
+    train = es.train.lower(CONFIG, ENV, start, key()).compile(quick)
     first, again, other = (train(start, key(seed)) for seed in (0, 0, 1))
     assert_trees_equal(first, again)
     assert all(column.shape == (2,) for column in first[1].values())
@@ -290,11 +288,30 @@ class Toy:
 
 
 def test_fitness_is_the_mean_team_return_less_the_price_of_its_cost():
-    state = es.init_state(CONFIG, Toy(), key())
-    wanted = eqx.tree_at(lambda policy: policy.head.bias, state.policy, jnp.array([0.0, 50.0, 100.0]))
-    fitness = es.team_fitness(state, CONFIG, Toy(), key(), es.module_theta(wanted))
+    def fitness(key):
+        state = es.init_state(CONFIG, Toy(), key)
+        wanted = eqx.tree_at(lambda policy: policy.head.bias, state.policy, jnp.array([0.0, 50.0, 100.0]))
+        return es.team_fitness(state, CONFIG, Toy(), key, es.module_theta(wanted))
+
     # All take action 1: rewards 1 and 3, mean 2, plus 0, 1, 2 over time; the cost is 0 + 1 + 2.
-    np.testing.assert_allclose(fitness, (2 + 3 + 4) - 0.7 * 3, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(fitness)(key()), (2 + 3 + 4) - 0.7 * 3, rtol=1e-6)
+
+
+def test_generation_lets_all_members_play_the_same_episodes():
+    state = jax.jit(partial(es.init_state, CONFIG, Toy()))(key())._replace(sigma=jnp.asarray(0.5))
+    after, metrics = jax.jit(partial(es.train_step, CONFIG, Toy()))(state, key(3))
+    search_key, episode_key = jax.random.split(key(3))
+    config, theta = CONFIG.es_config._replace(sigma=0.5), es.module_theta(state.policy)
+    population = es.ask(theta, config, search_key)
+
+    def play(member):
+        return es.play(es.set_module_theta(state.policy, member), Toy(), episode_key, CONFIG.rollouts)[0]
+
+    reward = np.asarray(jax.jit(jax.vmap(play))(population))  # [P, T, E, N]
+    fitness = reward.mean((2, 3)).sum(1) - 0.7 * 3
+    assert len(set(fitness)) == 4
+    np.testing.assert_allclose([metrics["best"], metrics["mean"]], [fitness.max(), fitness.mean()], rtol=1e-5)
+    np.testing.assert_allclose(es.module_theta(after.policy), es.tell(theta, population, fitness, config)[0], atol=1e-5)
 
 
 def test_module_works_where_there_is_no_envs(monkeypatch):
@@ -303,5 +320,7 @@ def test_module_works_where_there_is_no_envs(monkeypatch):
     alone = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "es_alone", alone)
     spec.loader.exec_module(alone)
-    theta, _ = alone.es_step(jnp.zeros(2), jnp.sum, alone.ESConfig(), key())
-    assert theta.min() > 0
+    config, theta = alone.ESConfig(pop_size=8), random_theta(5)
+    population = alone.ask(theta, config, key())
+    updated, _ = alone.tell(theta, population, population.sum(1), config)
+    assert updated.sum() > theta.sum()
