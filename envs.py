@@ -198,7 +198,7 @@ class Coverage:
             wall=wall,
             belief=jnp.zeros((self.n_agents, *wall.shape), bool).at[robot, row, column].set(True),
             heard=jnp.broadcast_to(position, (self.n_agents, self.n_agents, 2)),
-            heard_time=jnp.zeros((self.n_agents, self.n_agents), jnp.int32),
+            heard_time=jnp.where(chebyshev_distance(position) <= self.comm_r, 0, -1),  # all have seen each other off
             time=jnp.zeros((), jnp.int32),
         )
         return self._observe(state, self.fiedler(position)), state
@@ -257,10 +257,8 @@ class Coverage:
     def action_mask(self, state: CoverageState) -> Array:
         """[N, 5] True where the cell is on the grid, free, and nobody stands on it. Staying is always allowed."""
         blocked = state.wall.at[state.position[:, 0], state.position[:, 1]].set(True)
-        target = state.position[:, None] + MOVES
-        inside = ((target >= 0) & (target < self.grid)).all(-1)
-        row, column = jnp.moveaxis(jnp.clip(target, 0, self.grid - 1), -1, 0)
-        return (inside & ~blocked[row, column]).at[:, 0].set(True)
+        target = jnp.clip(state.position[:, None] + MOVES, 0, self.grid - 1)  # off the grid: the own cell, so blocked
+        return (~blocked[target[..., 0], target[..., 1]]).at[:, 0].set(True)
 
     def fiedler(self, position: Array) -> Array:
         """lambda_2 of the soft radio graph, [N, 2] -> []."""
@@ -299,7 +297,7 @@ class Coverage:
         """What the robots know after hearing what those in range knew one step ago: (belief, heard, heard_time)."""
         in_range = chebyshev_distance(position) <= self.comm_r  # [N, N], itself included
         belief = (in_range[:, :, None, None] & state.belief).any(1)
-        told_time = jnp.where(in_range[:, :, None], state.heard_time, -1)  # [listener, speaker, subject]
+        told_time = jnp.where(in_range[:, :, None], state.heard_time, -2)  # [listener, speaker, subject]
         told = state.heard[told_time.argmax(1), jnp.arange(self.n_agents)]  # the freshest word on each subject
         heard = jnp.where(in_range[:, :, None], position, told)
         return belief, heard, jnp.where(in_range, state.time + 1, told_time.max(1))
@@ -359,6 +357,7 @@ class Coverage:
 
         A listed teammate is (row offset / comm_r, column offset / comm_r, 1 / (1 + age of the news)), the last is 1 for
         one in range; those come first. The weakest link is the farthest teammate in range. Zeros where there is none.
+        The degree is the strength of all signals received, which fades with distance and does not end at comm_r.
         """
         itself = jnp.eye(self.n_agents, dtype=bool)
         age = state.time - state.heard_time

@@ -21,6 +21,7 @@ plain gradient ascent instead of Adam, no virtual batch normalization, and all m
 import argparse
 import csv
 import dataclasses
+import datetime
 import inspect
 import json
 import os
@@ -58,7 +59,9 @@ class ESConfig(NamedTuple):
 
 
 def ask(theta: Array, config: ESConfig, key: Array) -> Array:
-    """Sample antithetic pairs around theta, [D] -> [P, D]; member i + P/2 mirrors member i."""
+    """Sample antithetic pairs around theta, [D] -> [P, D]; member i + P/2 mirrors member i. ValueError if P is odd."""
+    if config.pop_size < 2 or config.pop_size % 2:
+        raise ValueError(f"pop_size must be even and at least 2, got {config.pop_size}")
     noise = jax.random.normal(key, (config.pop_size // 2, theta.size), theta.dtype)
     return theta + config.sigma * jnp.concatenate([noise, -noise])
 
@@ -82,8 +85,10 @@ def nes_tell(theta: Array, population: Array, fitness: Array, config: ESConfig) 
 def cem_tell(theta: Array, population: Array, fitness: Array, config: ESConfig) -> tuple[Array, Array]:
     """The elite's mean, and its root mean square distance from the old theta per dimension; (theta [D], sigma [])."""
     n_elite = max(1, int(config.pop_size * config.elite_frac))
-    fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
+    valid = ~jnp.isnan(fitness)
+    fitness = jnp.where(valid, fitness, -jnp.inf)
     elite = fitness >= jnp.sort(fitness)[-n_elite]  # ties with the last of the elite belong to it
+    elite &= valid | ~valid.any()
     weight = elite / elite.sum()
     variance = weight @ jnp.square(population - theta).mean(1)
     return weight @ population, jnp.maximum(jnp.sqrt(variance), SIGMA_FLOOR)
@@ -200,6 +205,7 @@ def team_fitness(state: TrainState, config: Config, env, key: Array, theta: Arra
     return (reward.mean(-1) - config.cost_coef * cost).sum(0).mean()
 
 
+@partial(jax.jit, static_argnames=("config", "env"))
 def init_state(config: Config, env, key: Array) -> TrainState:
     """A random policy."""
     observation, _ = jax.eval_shape(env.reset, key)
@@ -327,7 +333,7 @@ class Recorder:
         self.run, self.settings, self.columns = run, settings, columns
         self.iterations, self.env_steps = iterations, env_steps
         self.folder, self.rows, self.started = Path(run.run_dir), None, 0.0
-        if run.run_dir and (self.folder / "config.json").exists():
+        if run.run_dir and any((self.folder / name).exists() for name in ("config.json", "metrics.csv")):
             raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one")
         if run.run_dir:
             try:
@@ -354,7 +360,7 @@ class Recorder:
             self.rows.flush()
         cells = [f"{done}/{self.iterations}".rjust(9), f"{env_steps:>11,}", f"{env_steps / seconds:>9,.0f}"]
         cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in self.columns.items()]
-        print("  ".join([*cells, time.strftime(" %H:%M:%S", time.gmtime(left))]), flush=True)
+        print("  ".join([*cells, f"{datetime.timedelta(seconds=round(left))}".rjust(9)]), flush=True)
 
     def save(self, i: Array, state: Any) -> None:
         """One JSON line, then the leaves of the state; written aside and renamed, so it is complete or not there."""
@@ -376,15 +382,15 @@ def load_checkpoint(path: str | Path) -> TrainState:
         with path.open("rb") as file:
             header = json.loads(file.readline())
             if header["script"] != script:
-                raise ValueError(f"{path} is a checkpoint of {header['script']}, not of {script}")
-            ((name, fields),) = header["env"].items()
+                raise ValueError(f"--init-from must be a checkpoint of {script}, {path} is one of {header['script']}")
+            name, fields = header["env"].popitem()
             config, env = Config(**header["config"]), environments()[name.lower()](**fields)
             like = jax.eval_shape(partial(init_state, config, env), jax.random.key(0))
             return eqx.tree_deserialise_leaves(file, like)
     except OSError as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a complete checkpoint of {script}") from error
+        raise ValueError(f"--init-from must be a checkpoint, {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, LookupError, AttributeError, TypeError, EOFError, RuntimeError):
+        raise ValueError(f"--init-from must be a checkpoint, {path} is not a complete one of {script}") from None
 
 
 def check_same_shapes(path: str, saved: Any, wanted: Any) -> None:
@@ -396,7 +402,7 @@ def check_same_shapes(path: str, saved: Any, wanted: Any) -> None:
     differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
     if differing:
         leaves = ", ".join(f"{name} {saved.get(name)} instead of {wanted.get(name)}" for name in differing)
-        raise ValueError(f"checkpoint {path} has another architecture: {leaves}")
+        raise ValueError(f"--init-from must have the same architecture, {path} has {leaves}")
 
 
 def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
@@ -413,6 +419,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config, env, run = parse_settings(parser, argv)
         settings = {"script": Path(__file__).name, "config": asdict(config), "env": {type(env).__name__: asdict(env)}}
+        settings["run"] = asdict(run)
         init_key, train_key, eval_key = jax.random.split(jax.random.key(run.seed), 3)
         start = partial(init_state_from_checkpoint, path=run.init_from) if run.init_from else init_state
         state = start(config, env, init_key)
@@ -441,7 +448,7 @@ def run_interruptible(function: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted: the rows and checkpoints written so far are complete", file=sys.stderr, flush=True)
         os._exit(130)
-    except jax.errors.JaxRuntimeError as error:  # such as a failed write: its text ends with the cause
+    except (jax.errors.JaxRuntimeError, OSError) as error:  # such as a failed write: the text ends with the cause
         sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}")
 
 
