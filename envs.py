@@ -198,7 +198,7 @@ class Coverage:
             wall=wall,
             belief=jnp.zeros((self.n_agents, *wall.shape), bool).at[robot, row, column].set(True),
             heard=jnp.broadcast_to(position, (self.n_agents, self.n_agents, 2)),
-            heard_time=jnp.where(chebyshev_distance(position) <= self.comm_r, 0, -1),  # all have seen each other off
+            heard_time=-(chebyshev_distance(position) > self.comm_r).astype(jnp.int32),  # -1: seen before the start
             time=jnp.zeros((), jnp.int32),
         )
         return self._observe(state, self.fiedler(position)), state

@@ -21,6 +21,7 @@ class Probe:
     constant: 1, over after a step.        endless: 1, cut by the clock after a step: worth 1 / (1 - gamma).
     observed: what the agent saw.          delayed: 1 in the second of two steps, the time is seen.
     action: +1 for action 1, else -1.      both: +1 if the action fits what the agent saw, else -1.
+    tempting: 1 for action 1, and the share of agents that took it is the cost.
     """
 
     kind: str
@@ -54,11 +55,13 @@ class Probe:
             "delayed": one * (state.time == 1),
             "action": 2.0 * action - 1,
             "both": state.sign * (2.0 * action - 1),
+            "tempting": 1.0 * action,
         }[self.kind]
         state = ProbeState(state.sign, state.time + 1)
         over = state.time >= self.horizon
+        cost = (action == 1).mean() * (self.kind == "tempting")
         endless = self.kind == "endless"
-        time_step = TimeStep(self.observe(state), reward, jnp.zeros(()), over & (not endless), over & endless, {})
+        time_step = TimeStep(self.observe(state), reward, cost, over & (not endless), over & endless, {})
         return time_step, state
 
     def episode_summary(self, mean, last):

@@ -316,3 +316,18 @@ def test_module_works_where_there_is_no_envs(monkeypatch):
     population = alone.ask(theta, config, key())
     updated, _ = alone.tell(theta, population, population.sum(1), config)
     assert updated.sum() > theta.sum()
+
+
+@pytest.mark.parametrize("pop_size", [0, 1, 7])
+def test_population_without_pairs_is_refused(pop_size):
+    with pytest.raises(ValueError, match=f"pop_size must be even and at least 2, got {pop_size}"):
+        es.ask(jnp.zeros(2), es.ESConfig(pop_size=pop_size), jax.random.key(0))
+
+
+def test_cem_elite_shrinks_rather_than_take_in_nan():
+    """Half of the population is the elite, but only one member has a fitness."""
+    population = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+    fitness = jnp.array([jnp.nan, 5.0, jnp.nan, jnp.nan])
+    config = es.ESConfig(pop_size=4, kind="cem", elite_frac=0.5)
+    theta, _ = es.tell(jnp.zeros(1), population, fitness, config)
+    np.testing.assert_allclose(theta, [2.0])

@@ -487,7 +487,7 @@ def test_no_key_is_used_twice(fresh):
         merl.train.lower(CONFIG, ENV, fresh, key())
 
 
-def test_compiler_gets_many_rows_right(fresh, collected):
+def test_compiler_gets_many_rows_right(fresh, collected, optimized):
     """Some compilers returned wrong numbers in large batches only, from 16,385 or 32,769 rows on."""
 
     def forward(row):

@@ -301,9 +301,10 @@ REFUSALS = {  # what the line says: arguments
     "{flag}: invalid choice: '{value}' (choose from ": "--es-kind foo, --flock foo, --env nowhere",
     "unrecognized arguments: {flag} {value}": "--unknown-flag 1, --roll 4",
     "{flag} must be a checkpoint, {value} cannot be read: No such file or directory": "--init-from DIR/missing.eqx",
-    "{flag} must be a checkpoint, {value}/checkpoint.eqx cannot be read: No such file or directory": "--init-from DIR/empty",
-    "{flag} must be a checkpoint, {value} is not a complete one of merl.py": "--init-from DIR/text, --init-from DIR/cut_in_header, "
-    "--init-from DIR/cut_after_header, --init-from DIR/cut_in_arrays, --init-from DIR/cut_by_a_byte",
+    "{flag} must be a checkpoint, {value}/checkpoint.eqx cannot be read: ": "--init-from DIR/empty",
+    "{flag} must be a checkpoint, {value} is not a complete one of merl.py": "--init-from DIR/text, "
+    "--init-from DIR/cut_in_header, --init-from DIR/cut_after_header, --init-from DIR/cut_in_arrays, "
+    "--init-from DIR/cut_by_a_byte",
     "{flag} must be a checkpoint of merl.py, {value}/checkpoint.eqx is one of es.py": "--init-from DIR/es",
     "{flag} must have the same architecture, {value} has ": "--init-from DIR/other",
     "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below",
