@@ -7,6 +7,7 @@
 An environment is a frozen (hashable) dataclass whose fields are its sizes and coefficients. It decides what the critic
 sees: an algorithm only asks for `AgentObservation.critic_input`. Everything is pure, of static shape, and for one
 episode: the caller vmaps. All agents end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not.
+Actions: [N] int in 0..action_size - 1, or with `continuous_actions` [N, action_size] float in [-1, 1].
 
 Axes: N agents, O observation, C critic observation, A actions, H x W grid cells (row, column), V window side.
 """
@@ -96,6 +97,17 @@ def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool])
             raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
 
 
+def save_drawing(figure, draw_step: Callable[[int], None], steps: int, path: str) -> None:
+    """Write a matplotlib figure: as .gif all steps, 10 a second, as anything else the last one."""
+    from matplotlib.animation import FuncAnimation, PillowWriter
+
+    if path.endswith(".gif"):
+        FuncAnimation(figure, draw_step, steps).save(path, PillowWriter(fps=10))
+    else:
+        draw_step(steps - 1)
+        figure.savefig(path)
+
+
 # --- 2. graphs ------------------------------------------------------------------------------------
 def chebyshev_distance(position: Array) -> Array:
     """Pairwise king's-move distance, [..., N, 2] -> [..., N, N]."""
@@ -147,7 +159,8 @@ class Coverage:
     The size of the observation depends on neither the grid nor N, so that weights move from one size to another.
     """
 
-    figures: ClassVar = ("coverage", "connected", "connected_weak")  # of an episode, in percent
+    figures: ClassVar = ("coverage", "connected", "connected_weak", "episode_return")  # the first three in percent
+    continuous_actions: ClassVar = False
     grid: int = 16  # cells per side, H = W
     n_agents: int = 4  # robots
     comm_r: int = 5  # radio range in king's moves
@@ -247,12 +260,12 @@ class Coverage:
         }
 
     @property
-    def n_actions(self) -> int:
+    def action_size(self) -> int:
         return len(MOVES)
 
     def sample_action(self, key: Array) -> Array:
         """Uniformly random moves, [N]; some may be masked."""
-        return jax.random.randint(key, (self.n_agents,), 0, self.n_actions)
+        return jax.random.randint(key, (self.n_agents,), 0, self.action_size)
 
     def action_mask(self, state: CoverageState) -> Array:
         """[N, 5] True where the cell is on the grid, free, and nobody stands on it. Staying is always allowed."""
@@ -276,14 +289,43 @@ class Coverage:
         nearest, weakest = jnp.round(in_cells * slot[..., :3]), jnp.round(in_cells * slot[..., -3:])
         return nearest.at[..., 2].set(slot[..., 2] == 1), weakest
 
-    def text_map(self, state: CoverageState) -> str:
-        """The map: which robot covered a cell first, `.` missed, `#` wall; a robot stands where a `*` follows."""
-        owner, wall, position = (np.asarray(leaf) for leaf in (state.owner, state.wall, state.position))
+    def text_map(self, trajectory: CoverageState) -> str:
+        """The map at the end: which robot covered a cell first, `.` missed, `#` wall; a robot stands before a `*`."""
+        last = jax.tree.map(lambda leaf: np.asarray(leaf[-1]), trajectory)
+        owner, wall, position = last.owner, last.wall, last.position
         symbol = np.array(list(".0123456789abcdefghijklmnopqrstuvwxyz"))
         cell = np.where(wall, "#", symbol[1 + owner % 36 * (owner >= 0) - (owner < 0)])
         standing = np.full(wall.shape, " ")
         standing[position[:, 0], position[:, 1]] = "*"
         return "\n".join("".join(np.char.add(*row)).rstrip() for row in zip(cell, standing, strict=True))
+
+    def draw(self, trajectory: CoverageState, path: str) -> None:
+        """Picture (.png) or film (.gif): who covered a cell first, the robots and their links; lambda_2 over time."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        grid, graph = figure.subplots(1, 2)
+        fiedler = np.asarray(jax.vmap(self.fiedler)(trajectory.position))
+        covered = np.asarray(jax.vmap(self._coverage)(trajectory))
+
+        def draw_step(t):
+            grid.clear(), graph.clear()
+            row, column = trajectory.position[t].T
+            owner = np.ma.masked_less(trajectory.owner[t], 0)
+            grid.imshow(trajectory.wall[t], cmap="Greys", vmin=0, vmax=1)
+            grid.imshow(owner % 20, cmap="tab20", vmin=0, vmax=19, alpha=0.6)
+            linked = np.argwhere(np.triu(chebyshev_distance(trajectory.position[t]) <= self.comm_r, 1))
+            for pair in linked:
+                grid.plot(column[pair], row[pair], color="black", linewidth=1)
+            grid.scatter(
+                column, row, c=np.arange(self.n_agents) % 20, cmap="tab20", vmin=0, vmax=19, edgecolors="black"
+            )
+            grid.set(xticks=[], yticks=[], title=f"step {t + 1}, covered {100 * covered[t]:.0f} %")
+            graph.plot(np.arange(1, t + 2), fiedler[: t + 1])
+            graph.axhline(0.5, color="grey", linestyle="--")
+            graph.set(xlim=(0, len(fiedler)), ylim=(0, 1.05 * fiedler.max() + 0.01), xlabel="step", title="lambda_2")
+
+        save_drawing(figure, draw_step, len(fiedler), path)
 
     def _move(self, state: CoverageState, action: Array) -> Array:
         """Positions after the claims are settled, [N, 2]."""
@@ -375,7 +417,159 @@ class Coverage:
         return jnp.concatenate([nearest, link, degree / 4], -1)
 
 
-# --- 4. Rendezvous --------------------------------------------------------------------------------
+# --- 4. Spread ------------------------------------------------------------------------------------
+# The particle world of mpe2's simple_spread_v3. Units are those of its square [-1, 1]^2, time units are 10 steps.
+TIME_STEP, DAMPING, FORCE_GAIN = 0.1, 0.25, 5.0
+CONTACT_DISTANCE, CONTACT_STIFFNESS, CONTACT_SOFTNESS = 0.3, 100.0, 1e-3
+DIRECTIONS = np.array([(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])  # none, -x, +x, -y, +y
+
+
+class SpreadState(NamedTuple):
+    position: Array  # [N, 2] x, y
+    velocity: Array  # [N, 2]
+    landmark: Array  # [N, 2]
+    time: Array  # [] steps taken
+
+
+def safe_norm(x: Array) -> Array:
+    """Euclidean length over the last axis, [..., 2] -> [...]; at zero its gradient is zero instead of NaN."""
+    square = jnp.square(x).sum(-1)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """N agents cover N landmarks without running into each other: simple_spread, equal step for step to mpe2 1.1.1.
+
+    Continuous actions push along x and y. They relate to the five entries (none, -x, +x, -y, +y) of the reference by
+    action = (e2 - e1, e4 - e3), each entry clipped to [0, 1]. Discrete actions are those five directions. A push moves
+    an agent from the next step on, since positions are integrated with the old velocities. Ends truncated after
+    `max_steps`, without resetting; two agents on one point exert no force on each other (the reference: NaN).
+
+    Reward: (1 - local_ratio) x minus the distances of all landmarks to their nearest agents - local_ratio x the number
+    of agents this one touches. The critic sees the joint observation, its own agent first and the others by index.
+    """
+
+    figures: ClassVar = ("episode_return", "collisions", "covered")  # covered: percent of the landmarks, at the end
+    n_agents: int = 3  # agents, and as many landmarks
+    max_steps: int = 25  # steps per episode
+    local_ratio: float = 0.5  # weight of collisions in the reward; the rest is for the landmarks
+    continuous_actions: bool = True  # push by a vector, or in one of four directions
+    critic_observation: bool = True  # let the critic see the joint observation
+
+    def __post_init__(self):
+        check_range(self, "n_agents max_steps", "at least 1", lambda value: value >= 1)
+        check_range(self, "local_ratio", "in [0, 1]", lambda value: 0 <= value <= 1)
+
+    @property
+    def horizon(self) -> int:
+        return self.max_steps
+
+    @property
+    def action_size(self) -> int:
+        return 2 if self.continuous_actions else len(DIRECTIONS)
+
+    def sample_action(self, key: Array) -> Array:
+        """Uniformly random pushes, [N, 2] or [N]."""
+        if self.continuous_actions:
+            return jax.random.uniform(key, (self.n_agents, 2), minval=-1.0)
+        return jax.random.randint(key, (self.n_agents,), 0, self.action_size)
+
+    def reset(self, key: Array) -> tuple[AgentObservation, SpreadState]:
+        """Agents and landmarks uniform on the square, at rest."""
+        position_key, landmark_key = jax.random.split(key)
+        state = SpreadState(
+            position=jax.random.uniform(position_key, (self.n_agents, 2), minval=-1.0),
+            velocity=jnp.zeros((self.n_agents, 2)),
+            landmark=jax.random.uniform(landmark_key, (self.n_agents, 2), minval=-1.0),
+            time=jnp.zeros((), jnp.int32),
+        )
+        return self._observe(state), state
+
+    def step(self, key: Array, state: SpreadState, action: Array) -> tuple[TimeStep, SpreadState]:
+        """Push all agents at once, action [N, 2] clipped to [-1, 1] or [N] in 0..4. Deterministic."""
+        command = jnp.clip(action, -1.0, 1.0) if self.continuous_actions else jnp.asarray(DIRECTIONS)[action]
+        force = FORCE_GAIN * command + self._contact_force(state.position)
+        state = SpreadState(
+            position=state.position + TIME_STEP * state.velocity,
+            velocity=(1 - DAMPING) * state.velocity + TIME_STEP * force,
+            landmark=state.landmark,
+            time=state.time + 1,
+        )
+        touching = safe_norm(state.position[:, None] - state.position) < CONTACT_DISTANCE
+        collisions = touching.sum(-1) - 1.0  # without itself
+        nearest = safe_norm(state.landmark[:, None] - state.position).min(-1)  # [N] of each landmark
+        time_step = TimeStep(
+            observation=self._observe(state),
+            reward=-(1 - self.local_ratio) * nearest.sum() - self.local_ratio * collisions,
+            cost=jnp.zeros(()),
+            terminated=jnp.zeros((), bool),
+            truncated=state.time >= self.max_steps,
+            info={"collisions": collisions.mean(), "covered": (nearest < 0.1).mean()},
+        )
+        return time_step, state
+
+    def episode_summary(self, mean: dict[str, Array], last: dict[str, Array]) -> dict[str, Array]:
+        """Contacts per agent over the episode, and the share of landmarks with an agent within 0.1 at its end."""
+        return {"collisions": self.max_steps * mean["collisions"], "covered": 100 * last["covered"]}
+
+    def text_map(self, trajectory: SpreadState) -> str:
+        """The square [-1.2, 1.2]^2: `x` landmarks, `.` the tracks, digits where the agents ended."""
+        position, landmark = np.asarray(trajectory.position), np.asarray(trajectory.landmark)
+        symbol = np.full((25, 49), " ")
+        layers = [(position.reshape(-1, 2), "."), (landmark[-1], "x")]
+        layers += [(position[-1, n : n + 1], str(n % 10)) for n in range(self.n_agents)]
+        for place, character in layers:
+            column, row = np.round((np.clip(place, -1.2, 1.2) + 1.2) * (20, 10)).astype(int).T
+            symbol[24 - row, column] = character
+        return "\n".join("".join(line).rstrip() for line in symbol)
+
+    def draw(self, trajectory: SpreadState, path: str) -> None:
+        """Picture (.png) or film (.gif): landmarks, tracks, and the agents at the size at which they touch."""
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Circle
+
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        square = figure.subplots()
+        position, extent = trajectory.position, max(1.2, 0.2 + np.abs(trajectory.position).max())
+
+        def draw_step(t):
+            square.clear()
+            square.scatter(*trajectory.landmark[t].T, marker="x", color="black")
+            for n in range(self.n_agents):
+                (track,) = square.plot(*position[: t + 1, n].T)
+                square.add_patch(Circle(position[t, n], CONTACT_DISTANCE / 2, color=track.get_color(), alpha=0.4))
+            square.set(xlim=(-extent, extent), ylim=(-extent, extent), aspect="equal", title=f"step {t + 1}")
+
+        save_drawing(figure, draw_step, len(position), path)
+
+    def _contact_force(self, position: Array) -> Array:
+        """Sum of the repulsions, a smooth maximum of zero and the overlap along the line between two. [N, 2]"""
+        offset = position[:, None] - position
+        distance = safe_norm(offset)
+        overlap = CONTACT_SOFTNESS * jnp.logaddexp(0.0, (CONTACT_DISTANCE - distance) / CONTACT_SOFTNESS)
+        direction = offset / jnp.where(distance > 0, distance, 1.0)[..., None]  # zero for the agent itself
+        return CONTACT_STIFFNESS * (overlap[..., None] * direction).sum(1)
+
+    def _observe(self, state: SpreadState) -> AgentObservation:
+        """Velocity, position, offsets of landmarks and of the others by index, their silent channels (zeros)."""
+        n = self.n_agents
+        other = np.array([[k for k in range(n) if k != i] for i in range(n)], int)  # [N, N - 1]
+        view = (
+            state.velocity,
+            state.position,
+            (state.landmark - state.position[:, None]).reshape(n, -1),
+            (state.position[other] - state.position[:, None]).reshape(n, -1),
+            jnp.zeros((n, 2 * (n - 1))),
+        )
+        observation = jnp.concatenate(view, -1)
+        if not self.critic_observation:
+            return AgentObservation(observation)
+        joint = jnp.concatenate([observation, observation[other].reshape(n, -1)], -1)
+        return AgentObservation(observation, joint)
+
+
+# --- 5. Rendezvous --------------------------------------------------------------------------------
 class RendezvousState(NamedTuple):
     position: Array  # [N] in [-1, 1]
     time: Array  # [] steps taken
@@ -385,14 +579,15 @@ class RendezvousState(NamedTuple):
 class Rendezvous:
     """N agents on a line meet. Each sees only itself; the critic sees where everybody is.
 
-    Actions: left, stay, right by `speed`. Reward of every agent: minus the distance between the outermost two. Ends
-    truncated after `max_steps`. The smallest task in which the input of the critic matters.
+    Actions: left, stay, right by `speed`, or by any share of it. Reward of every agent: minus the distance between the
+    outermost two. Ends truncated after `max_steps`. The smallest task in which the input of the critic matters.
     """
 
-    figures: ClassVar = ("distance",)  # of an episode
+    figures: ClassVar = ("distance", "episode_return")  # distance of the outermost two at the end
     n_agents: int = 2  # agents
     max_steps: int = 10  # steps per episode
     speed: float = 0.1  # distance per step; the line runs from -1 to 1
+    continuous_actions: bool = False  # any share of the speed, or left, stay, right
     critic_observation: bool = True  # let the critic see all positions
 
     def __post_init__(self):
@@ -404,12 +599,14 @@ class Rendezvous:
         return self.max_steps
 
     @property
-    def n_actions(self) -> int:
-        return 3
+    def action_size(self) -> int:
+        return 1 if self.continuous_actions else 3
 
     def sample_action(self, key: Array) -> Array:
-        """Uniformly random moves, [N]."""
-        return jax.random.randint(key, (self.n_agents,), 0, self.n_actions)
+        """Uniformly random moves, [N, 1] or [N]."""
+        if self.continuous_actions:
+            return jax.random.uniform(key, (self.n_agents, 1), minval=-1.0)
+        return jax.random.randint(key, (self.n_agents,), 0, self.action_size)
 
     def reset(self, key: Array) -> tuple[AgentObservation, RendezvousState]:
         """Positions uniform on the line."""
@@ -417,8 +614,9 @@ class Rendezvous:
         return self._observe(state), state
 
     def step(self, key: Array, state: RendezvousState, action: Array) -> tuple[TimeStep, RendezvousState]:
-        """Move all agents at once, action [N] in 0..2. Deterministic: the key is part of the contract."""
-        position = jnp.clip(state.position + self.speed * (action - 1), -1.0, 1.0)
+        """Move all agents at once, action [N, 1] clipped to [-1, 1] or [N] in 0..2. Deterministic."""
+        move = jnp.clip(action[:, 0], -1.0, 1.0) if self.continuous_actions else action - 1
+        position = jnp.clip(state.position + self.speed * move, -1.0, 1.0)
         state = RendezvousState(position, state.time + 1)
         distance = position.max() - position.min()
         time_step = TimeStep(
@@ -435,11 +633,25 @@ class Rendezvous:
         """Distance between the outermost agents at the end of an episode."""
         return {"distance": last["distance"]}
 
-    def text_map(self, state: RendezvousState) -> str:
-        """The line from -1 to 1; a digit is the number of agents in that place."""
-        place = np.round((np.asarray(state.position) + 1) * 20).astype(int)
+    def text_map(self, trajectory: RendezvousState) -> str:
+        """The line from -1 to 1 at the end; a digit is the number of agents in that place."""
+        place = np.round((np.asarray(trajectory.position[-1]) + 1) * 20).astype(int)
         count = np.bincount(place, minlength=41)
         return "".join(np.where(count > 0, count.astype(str), "."))
+
+    def draw(self, trajectory: RendezvousState, path: str) -> None:
+        """Picture (.png) or film (.gif): the positions over time."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 4), layout="constrained")
+        line = figure.subplots()
+
+        def draw_step(t):
+            line.clear()
+            line.plot(np.arange(1, t + 2), trajectory.position[: t + 1], marker=".")
+            line.set(xlim=(0, len(trajectory.time)), ylim=(-1.05, 1.05), xlabel="step", title="position")
+
+        save_drawing(figure, draw_step, len(trajectory.time), path)
 
     def _observe(self, state: RendezvousState) -> AgentObservation:
         time_left = jnp.full((self.n_agents, 1), 1.0 - state.time / self.max_steps)

@@ -23,15 +23,20 @@ import csv
 import dataclasses
 import datetime
 import inspect
+import io
 import json
+import logging
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -43,7 +48,9 @@ from jax import Array
 from jax.experimental import io_callback
 from jax.flatten_util import ravel_pytree
 
-EVAL_EPISODES = 100
+NETWORKS = ("policy",)  # what --init-from takes over
+LENGTH = "generations"  # the setting that --resume may raise
+EVAL_EPISODES, EVAL_DETERMINISTIC = 100, False
 SIGMA_FLOOR = 1e-3  # cem keeps searching after its elite has collapsed
 
 
@@ -165,10 +172,10 @@ class Policy(eqx.Module):
     hidden: eqx.nn.Linear
     head: eqx.nn.Linear
 
-    def __init__(self, config: Config, size: int, n_actions: int, *, key: Array):
+    def __init__(self, config: Config, size: int, action_size: int, *, key: Array):
         hidden_key, head_key = jax.random.split(key)
         self.hidden = eqx.nn.Linear(size, config.hidden, key=hidden_key)
-        self.head = eqx.nn.Linear(config.hidden, n_actions, key=head_key)
+        self.head = eqx.nn.Linear(config.hidden, action_size, key=head_key)
 
     def __call__(self, observation: Array) -> Array:
         return self.head(jnp.tanh(self.hidden(observation)))
@@ -181,27 +188,33 @@ class TrainState(NamedTuple):
     sigma: Array  # [] its standard deviation; cem adapts it
 
 
-def play(policy: Policy, env, key: Array, episodes: int):
-    """Whole episodes, sampled actions; -> (reward [T, E, N], cost [T, E], info [T, E], the last env_state [E])."""
+def select_action(config: Config, env, state: TrainState, observation, key: Array, deterministic: bool) -> Array:
+    """Sampled or most likely actions of a team."""
+    logits = jax.vmap(state.policy)(observation.observation)
+    logits = jnp.where(observation.action_mask, logits, -1e9)
+    return logits.argmax(-1) if deterministic else jax.random.categorical(key, logits)
+
+
+def play(config: Config, env, state: TrainState, key: Array, episodes: int) -> tuple[Array, Array]:
+    """Whole episodes, sampled actions; -> (reward [T, E, N], cost [T, E])"""
     reset_key, step_key = jax.random.split(key)
 
     def step(carry, key):
         observation, env_state = carry
-        act_key, step_key = jax.random.split(key)
-        logits = jax.vmap(jax.vmap(policy))(observation.observation)
-        action = jax.random.categorical(act_key, jnp.where(observation.action_mask, logits, -1e9))
-        time_step, env_state = jax.vmap(env.step)(jax.random.split(step_key, episodes), env_state, action)
-        return (time_step.observation, env_state), (time_step.reward, time_step.cost, time_step.info)
+        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        choose = partial(select_action, config, env, state, deterministic=False)
+        action = jax.vmap(choose)(observation, act_key)
+        time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
+        return (time_step.observation, env_state), (time_step.reward, time_step.cost)
 
     start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
-    (_, env_state), outcome = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
-    return *outcome, env_state
+    return jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))[1]
 
 
 def team_fitness(state: TrainState, config: Config, env, key: Array, theta: Array) -> Array:
     """Mean episode return of a team with the parameters theta [D], less the price of its cost. []"""
-    policy, key = set_module_theta(state.policy, theta), jax.random.clone(key)  # all members reuse the key on purpose
-    reward, cost, _, _ = play(policy, env, key, config.rollouts)
+    state, key = state._replace(policy=set_module_theta(state.policy, theta)), jax.random.clone(key)  # reuse on purpose
+    reward, cost = play(config, env, state, key, config.rollouts)
     return (reward.mean(-1) - config.cost_coef * cost).sum(0).mean()
 
 
@@ -237,35 +250,78 @@ def train(
 ) -> tuple[TrainState, dict]:
     """Iterations start..stop (default: to the end) in one scan; -> (state, metrics), a scalar per metric and iteration.
 
-    On the host, `log_fn(i, metrics)` is called after every iteration, `save_fn(i, state)` after every `save_every`.
+    With keys [S] and states [S, ...], S seeds train side by side. On the host, `log_fn(i, metrics)` is called after
+    every iteration, `save_fn(i, state)` after every `save_every` and after the last.
     """
+    stop = config.iterations if stop is None else stop
+    step, fold_in = partial(train_step, config, env), jax.random.fold_in
+    if key.ndim == 1:
+        step, fold_in = jax.vmap(step), jax.vmap(fold_in, (0, None))
 
     def iteration(state, i):
-        state, metrics = train_step(config, env, state, jax.random.fold_in(key, i))
+        state, metrics = step(state, fold_in(key, i))
         if log_fn is not None:
-            io_callback(log_fn, None, i, metrics, ordered=True)
+            io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
         if save_fn is not None:
             save = partial(io_callback, save_fn, None, i, state, ordered=True)
-            jax.lax.cond((i + 1) % save_every == 0, save, lambda: None)
+            jax.lax.cond(((i + 1) % save_every == 0) | (i + 1 == stop), save, lambda: None)
         return state, metrics
 
-    return jax.lax.scan(iteration, state, jnp.arange(start, config.iterations if stop is None else stop))
+    return jax.lax.scan(iteration, state, jnp.arange(start, stop))
+
+
+def networks(state: TrainState) -> dict[str, Any]:
+    """What --init-from takes over from another run."""
+    return {name: getattr(state, name) for name in NETWORKS}
+
+
+def first_non_finite(tree: Any) -> Array:
+    """Index of the first leaf that holds a NaN or an infinity, -1 if there is none. []"""
+    broken = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    return jnp.where(broken.any(), broken.argmax(), -1)
 
 
 def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
-    """A fresh state around the policy of a checkpoint. Raises ValueError if shapes differ."""
-    state, saved = init_state(config, env, key), load_checkpoint(path)
-    check_same_shapes(path, saved.policy, state.policy)
-    return state._replace(policy=saved.policy)
+    """A fresh state around the networks of a checkpoint of one seed, or of as many as there are keys. key: [] or [S]
+
+    Raises ValueError if the architecture or the number of seeds does not fit.
+    """
+    keys = key.reshape(-1)
+    state = jax.vmap(partial(init_state, config, env))(keys)
+    header, saved = load_checkpoint(path, "--init-from")
+    if header["run"]["num_seeds"] not in (1, keys.size):
+        raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
+    saved, fresh = networks(saved), networks(state)
+    check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
+    saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
+    state = state._replace(**saved)
+    return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
-@partial(jax.jit, static_argnames=("config", "env", "episodes"))
-def evaluate(config: Config, env, state: TrainState, key: Array, episodes: int) -> tuple[dict[str, Array], Any]:
-    """Fresh episodes, sampled actions; -> (figures [E] of the episodes, the env_state in which the first one ended)."""
-    reward, _, info, env_state = play(state.policy, env, key, episodes)
-    mean, last = jax.tree.map(lambda x: x.mean(0), info), jax.tree.map(lambda x: x[-1], info)
-    figures = env.episode_summary(mean, last) | {"episode_return": reward.sum(0).mean(-1)}
-    return figures, jax.tree.map(lambda x: x[0], env_state)
+@partial(jax.jit, static_argnames=("config", "env", "episodes", "deterministic"))
+def evaluate(
+    config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
+) -> tuple[dict[str, Array], Any]:
+    """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
+    reset_key, step_key = jax.random.split(key)
+    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+
+    def step(carry, key):
+        observation, env_state, over = carry
+        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        choose = partial(select_action, config, env, state, deterministic=deterministic)
+        action = jax.vmap(choose)(observation, act_key)
+        time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
+        first = jax.tree.map(lambda x: x[0], env_state)
+        outcome = time_step.reward.mean(-1), time_step.info, ~over, first
+        return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
+
+    start = observation, env_state, jnp.zeros(episodes, bool)
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    steps = running.sum(0)  # [E]
+    mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
+    last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
+    return env.episode_summary(mean, last) | {"episode_return": (reward * running).sum(0)}, trajectory
 
 
 def environments() -> dict[str, type]:
@@ -293,104 +349,219 @@ def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool])
 
 
 # --- 4. running: arguments, logging, saving --------------------------------------------------------
+FORMAT = 1  # of a checkpoint
+FILES = ("config.json", "metrics.csv", "checkpoint.eqx")
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy")
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the script; each field is a flag."""
 
-    seed: int = 0  # random seed
+    seed: int = 0  # first random seed
+    num_seeds: int = 1  # seeds that train side by side: seed, seed + 1, ...
     run_dir: str = ""  # folder to write config.json, metrics.csv and checkpoint.eqx to
     save_every: int = 10  # iterations between checkpoints
-    init_from: str = ""  # checkpoint, or folder with one, whose networks to start from
+    init_from: str = ""  # run folder or checkpoint whose networks to start from
+    resume: str = ""  # run folder to continue, with the settings it was started with
+    eval: str = ""  # run folder or checkpoint to evaluate instead of training
+    episodes: int = EVAL_EPISODES  # episodes of the evaluation
+    deterministic: bool = EVAL_DETERMINISTIC  # evaluate the most likely actions, or sampled ones
+    render: str = ""  # .png or .gif file to draw an episode of the evaluation to; needs matplotlib
 
     def __post_init__(self):
         check_range(self, "seed", "in [0, 2**31)", lambda value: 0 <= value < 2**31)
-        check_range(self, "save_every", "at least 1", lambda value: value >= 1)
+        check_range(self, "num_seeds save_every", "at least 1", lambda value: value >= 1)
+        check_range(self, "episodes", "at least 2", lambda value: value >= 2)
+        if self.render:
+            drawable = lambda path: Path(path).suffix in (".png", ".gif") and Path(path).parent.is_dir()  # noqa: E731
+            check_range(self, "render", "a .png or .gif file in a folder that exists", drawable)
+            if find_spec("matplotlib") is None:
+                raise ValueError("--render needs matplotlib, which is not installed: pip install matplotlib")
+
+    def keys(self) -> tuple[Array, Array, Array]:
+        """For initialization, training and evaluation, [S] each; those of a seed do not depend on num_seeds."""
+        keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 3))(self.seed + jnp.arange(self.num_seeds))
+        return keys[:, 0], keys[:, 1], keys[:, 2]
 
 
-def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[Config, Any, Run]:
-    """Config, environment and run from the command line: a flag per field, the comment behind it is the help text."""
-    names = list(environments())
-    env_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for each in (env_parser, parser):
+def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
+    """Config, environment and run from the command line: a flag per field, the comment behind it is the help text.
+
+    With --resume and --eval the defaults are those of the checkpoint, whose (header, state) come fourth.
+    """
+    names, first = list(environments()), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (first, parser):
         each.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
         each.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    classes = Config, environments()[env_parser.parse_known_args(argv)[0].env], Run
+    for flag in ("--resume", "--eval"):
+        first.add_argument(flag, default="")
+    known, _ = first.parse_known_args(argv)
+    source, checkpoint, saved, free = known.resume or known.eval, None, {}, set()
+    if source:
+        checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
+        saved, free = saved_settings(checkpoint[0], known.resume)
+        parser.set_defaults(env=saved["env"])
+    classes = Config, environments()[saved.get("env", known.env)], Run
     for cls in classes:
         comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
         for field in dataclasses.fields(cls):
             kind = {"type": type(field.default), "choices": get_args(field.type) or None}
             kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
             flag = "--" + field.name.replace("_", "-")
-            parser.add_argument(flag, default=field.default, help=comment[field.name], **kind)
+            parser.add_argument(flag, default=saved.get(field.name, field.default), help=comment[field.name], **kind)
     values = vars(parser.parse_args(argv))
-    return tuple(cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
+    for name in saved.keys() - free:
+        if values[name] != saved[name] and not (known.resume and name == LENGTH and values[name] > saved[name]):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be left out, {source} has {saved[name] or None}; got {values[name]}")
+    settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
+    return *settings, checkpoint
+
+
+def saved_settings(header: dict, resume: str) -> tuple[dict[str, Any], set[str]]:
+    """The settings that a checkpoint brings, and the names of those that may differ from it."""
+    ((name, fields),), run = header["env"].items(), header["run"]
+    saved = header["config"] | fields | {"env": name.lower(), "seed": run["seed"], "num_seeds": run["num_seeds"]}
+    if resume:
+        saved |= run | {"run_dir": resume, "resume": resume, "eval": "", "render": ""}
+        return saved, {"save_every", "episodes", "deterministic", "render"}
+    return saved | {"run_dir": "", "init_from": "", "resume": ""}, {"seed", *fields}
 
 
 class Recorder:
-    """Prints a line and appends a row of metrics.csv per iteration, saves checkpoints; called from inside the scan."""
+    """Prints a line and appends to metrics.csv per iteration, saves checkpoints; called from inside the scan."""
 
-    def __init__(self, run: Run, settings: dict, columns: dict[str, str], iterations: int, env_steps: int):
-        self.run, self.settings, self.columns = run, settings, columns
-        self.iterations, self.env_steps = iterations, env_steps
-        self.folder, self.rows, self.started = Path(run.run_dir), None, 0.0
-        if run.run_dir and any((self.folder / name).exists() for name in ("config.json", "metrics.csv")):
-            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one")
+    def __init__(self, config: Config, env, run: Run, state: TrainState, start: int):
+        """Open the files in --run-dir. Raises ValueError if it holds a run that is not resumed or cannot be written."""
+        self.run, self.columns, self.first, self.iterations = run, columns(env), start, config.iterations
+        self.env_steps, self.folder = env_steps_per_iteration(config, env), Path(run.run_dir)
+        leaves = jax.tree_util.tree_leaves_with_path(networks(state))
+        self.leaves = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        self.settings = {"format": FORMAT, "script": Path(__file__).name, "config": asdict(config)}
+        self.settings |= {"env": {type(env).__name__: asdict(env)}, "run": asdict(run)}
+        self.rows, self.seconds, self.saved = None, 0.0, "there is no checkpoint without --run-dir"
+        if run.run_dir and not run.resume and any((self.folder / name).exists() for name in FILES):
+            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one; see --resume")
         if run.run_dir:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.rows = (self.folder / "metrics.csv").open("w", newline="")
-                (self.folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+                self.rows = self.open_rows(start)
+                versions = {name: version(name) for name in PACKAGES}
+                about = self.settings | {"command": sys.argv, "commit": git_commit(), "versions": versions}
+                write_whole(self.folder / "config.json", json.dumps(about, indent=2).encode() + b"\n")
             except OSError as error:
-                raise ValueError(f"--run-dir must be a writable folder: {error}") from error
+                flag = "--resume" if run.resume else "--run-dir"
+                raise ValueError(f"{flag} must be a writable folder: {error}") from error
+            self.saved = f"there is no checkpoint in {run.run_dir} yet"
+
+    def open_rows(self, start: int):
+        """metrics.csv without the rows that a resumed run is going to write again."""
+        path = self.folder / "metrics.csv"
+        header, *rows = path.read_bytes().splitlines(keepends=True) if start and path.exists() else [b""]
+        rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[1]) <= start]
+        self.seconds = float(rows[-1].split(b",")[-1]) if rows else 0.0
+        write_whole(path, b"".join([header, *rows]))
+        return path.open("a", newline="")
 
     def start(self) -> None:
         """Start the clock and print the header."""
         self.started = time.perf_counter()
-        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(8) for header in self.columns), "time_left"]
-        print("  ".join(headers), flush=True)
+        self.width = 8 if self.run.num_seeds == 1 else 14
+        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(self.width) for header in self.columns)]
+        print("  ".join([*headers, "time_left"]), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
-        seconds, done = time.perf_counter() - self.started, int(i) + 1
-        metrics = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        env_steps, left = done * self.env_steps, seconds / done * (self.iterations - done)
+        """A line with the mean over seeds (and its deviation), a row per seed. Raises if a number is not finite."""
+        done, seconds = int(i) + 1, time.perf_counter() - self.started
+        speed = (done - self.first) * self.env_steps * self.run.num_seeds / seconds
+        metrics = {name: np.asarray(value, np.float64).reshape(-1) for name, value in metrics.items()}
+        leaf = int(metrics.pop("non_finite")[0])
         if self.rows:
-            row = {"seed": self.run.seed, "iteration": done, "env_steps": env_steps} | metrics
-            row |= {"env_steps_per_second": round(env_steps / seconds, 1), "seconds": round(seconds, 2)}
-            csv.writer(self.rows).writerows([row, row.values()] if done == 1 else [row.values()])
+            for s in range(self.run.num_seeds):
+                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * self.env_steps}
+                row |= {name: value[s] for name, value in metrics.items()}
+                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds + seconds, 2)}
+                csv.writer(self.rows).writerows([row] * (self.rows.tell() == 0) + [row.values()])
             self.rows.flush()
-        cells = [f"{done}/{self.iterations}".rjust(9), f"{env_steps:>11,}", f"{env_steps / seconds:>9,.0f}"]
-        cells += [f"{metrics[name]:>{max(len(header), 8)}.2f}" for header, name in self.columns.items()]
-        print("  ".join([*cells, f"{datetime.timedelta(seconds=round(left))}".rjust(9)]), flush=True)
+        cells = [f"{done}/{self.iterations}".rjust(9), f"{done * self.env_steps:>11,}", f"{speed:>9,.0f}"]
+        for header, name in self.columns.items():
+            spread = f" ± {metrics[name].std():.2f}" if self.run.num_seeds > 1 else ""
+            cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(max(len(header), self.width)))
+        left = round(seconds / (done - self.first) * (self.iterations - done))
+        print("  ".join([*cells, str(datetime.timedelta(seconds=left)).rjust(9)]), flush=True)
+        broken = [name for name, value in metrics.items() if name.endswith("loss") and not np.isfinite(value).all()]
+        if broken or leaf >= 0:
+            raise FloatingPointError(f"{self.leaves[leaf] if leaf >= 0 else broken[0]} is not finite")
 
-    def save(self, i: Array, state: Any) -> None:
-        """One JSON line, then the leaves of the state; written aside and renamed, so it is complete or not there."""
-        header = self.settings | {"seed": self.run.seed, "iteration": int(i) + 1}
-        temporary = self.folder / "checkpoint.tmp"
-        with temporary.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / "checkpoint.eqx")
+    def save(self, i: Array, state: TrainState) -> None:
+        """One JSON line, then the leaves of the state [S, ...]."""
+        buffer = io.BytesIO()
+        buffer.write(json.dumps(self.settings | {"iteration": int(i) + 1}).encode() + b"\n")
+        eqx.tree_serialise_leaves(buffer, jax.tree.map(np.asarray, state))
+        write_whole(self.folder / "checkpoint.eqx", buffer.getbuffer())
+        self.saved = f"the checkpoint of iteration {int(i) + 1} is in {self.folder}"
 
 
-def load_checkpoint(path: str | Path) -> TrainState:
-    """The state in a checkpoint of this script, or in the folder of its run. Raises ValueError on any other file."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Write aside, then rename: at any moment the file is complete, before or after."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def git_commit() -> str:
+    """The commit of the script, with -dirty if files differ from it; empty outside a repository."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
+    """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
     script, path = Path(__file__).name, Path(path)
     path = path / "checkpoint.eqx" if path.is_dir() else path
     try:
         with path.open("rb") as file:
             header = json.loads(file.readline())
             if header["script"] != script:
-                raise ValueError(f"--init-from must be a checkpoint of {script}, {path} is one of {header['script']}")
-            name, fields = header["env"].popitem()
-            config, env = Config(**header["config"]), environments()[name.lower()](**fields)
-            like = jax.eval_shape(partial(init_state, config, env), jax.random.key(0))
-            return eqx.tree_deserialise_leaves(file, like)
+                raise ValueError(f"{flag} must be a checkpoint of {script}, {path} is one of {header['script']}")
+            if header["format"] > FORMAT:
+                raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: update {script}")
+            keys = jax.random.split(jax.random.key(0), header["run"]["num_seeds"])
+            like = jax.eval_shape(jax.vmap(partial(init_state, *saved_task(header))), keys)
+            return header, eqx.tree_deserialise_leaves(file, like)
     except OSError as error:
-        raise ValueError(f"--init-from must be a checkpoint, {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{flag} must be a checkpoint, {path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, json.JSONDecodeError, LookupError, AttributeError, TypeError, EOFError, RuntimeError):
-        raise ValueError(f"--init-from must be a checkpoint, {path} is not a complete one of {script}") from None
+        raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from None
+
+
+def saved_task(header: dict) -> tuple[Config, Any]:
+    """Config and environment of a checkpoint."""
+    ((name, fields),) = header["env"].items()
+    return Config(**header["config"]), environments()[name.lower()](**fields)
+
+
+def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
+    """`policy(observation, key=None) -> action` from raw AgentObservations of one team; without a key the modes.
+
+    `index` counts the seeds of the run. Raises ValueError if the path is not a checkpoint of this script.
+    """
+    header, state = load_checkpoint(path)
+    config, env = saved_task(header)
+    state = jax.tree.map(lambda x: x[index], state)
+
+    def policy(observation, key=None):
+        deterministic, key = key is None, jax.random.key(0) if key is None else key
+        return select_action(config, env, state, observation, key, deterministic)
+
+    return policy
 
 
 def check_same_shapes(path: str, saved: Any, wanted: Any) -> None:
@@ -414,43 +585,63 @@ def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
     return f"evaluation seed={seed} episodes={value.size} {' '.join(cells)}"
 
 
-def main(argv: list[str] | None = None) -> None:
+def prepare(argv: list[str] | None) -> tuple:
+    """Whatever can be refused; -> (config, env, run, state [S, ...], the iteration it stands at, recorder)"""
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     try:
-        config, env, run = parse_settings(parser, argv)
-        settings = {"script": Path(__file__).name, "config": asdict(config), "env": {type(env).__name__: asdict(env)}}
-        settings["run"] = asdict(run)
-        init_key, train_key, eval_key = jax.random.split(jax.random.key(run.seed), 3)
-        start = partial(init_state_from_checkpoint, path=run.init_from) if run.init_from else init_state
-        state = start(config, env, init_key)
-        recorder = Recorder(run, settings, columns(env), config.iterations, env_steps_per_iteration(config, env))
+        config, env, run, checkpoint = parse_settings(parser, argv)
+        init_key, *_ = run.keys()
+        if checkpoint:
+            header, state = checkpoint
+        elif run.init_from:
+            state = init_state_from_checkpoint(config, env, init_key, run.init_from)
+        else:
+            state = jax.vmap(partial(init_state, config, env))(init_key)
+        start = header["iteration"] if run.resume else 0
+        return config, env, run, state, start, Recorder(config, env, run, state, start)
     except ValueError as error:
         parser.error(str(error))
 
-    started = time.perf_counter()
-    save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
-    compiled = train.lower(config, env, state, train_key, log_fn=recorder.log, **save).compile()
-    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    recorder.start()
-    state, _ = jax.block_until_ready(compiled(state, train_key))
-    if run.run_dir:
-        recorder.save(config.iterations - 1, state)
 
-    figures, env_state = evaluate(config, env, state, eval_key, EVAL_EPISODES)
-    print(evaluation_line(run.seed, {name: figures[name] for name in (*env.figures, "episode_return")}))
-    print(env.text_map(env_state))
+def work(config: Config, env, run: Run, state: TrainState, start: int, recorder: Recorder) -> None:
+    """Train, unless it is only to evaluate, then evaluate."""
+    _, train_key, eval_key = run.keys()
+    if not run.eval:
+        started = time.perf_counter()
+        save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
+        compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
+        size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in state._asdict().items()}
+        parts = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in size.items() if count >= 1e5)
+        print(f"compiled in {time.perf_counter() - started:.1f} s; {parts}", flush=True)
+        recorder.start()
+        state, _ = jax.block_until_ready(compiled(state, train_key))
+        jax.effects_barrier()
+
+    each_seed = lambda pair: evaluate(config, env, *pair, run.episodes, run.deterministic)  # noqa: E731
+    figures, trajectory = jax.jit(partial(jax.lax.map, each_seed))((state, eval_key))
+    print(env)
+    for s in range(run.num_seeds):
+        print(evaluation_line(run.seed + s, {name: figures[name][s] for name in env.figures}))
+    trajectory = jax.tree.map(lambda x: np.asarray(x[0]), trajectory)
+    print(env.text_map(trajectory))
+    if run.render:
+        env.draw(trajectory, run.render)
+        print(f"drawn to {run.render}")
 
 
-def run_interruptible(function: Callable[[], None]) -> None:
-    """Run in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+def main(argv: list[str] | None = None) -> None:
+    """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+    logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
+    worker, recorder = ThreadPoolExecutor(1), None
     try:
-        ThreadPoolExecutor(1).submit(function).result()
+        *prepared, recorder = worker.submit(prepare, argv).result()
+        worker.submit(work, *prepared, recorder).result()
     except KeyboardInterrupt:
-        print("interrupted: the rows and checkpoints written so far are complete", file=sys.stderr, flush=True)
+        print(f"interrupted: {recorder.saved if recorder else 'nothing was written'}", file=sys.stderr, flush=True)
         os._exit(130)
     except (jax.errors.JaxRuntimeError, OSError) as error:  # such as a failed write: the text ends with the cause
-        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}")
+        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}; {recorder.saved}")
 
 
 if __name__ == "__main__":
-    run_interruptible(main)
+    main()

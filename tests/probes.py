@@ -22,18 +22,26 @@ class Probe:
     observed: what the agent saw.          delayed: 1 in the second of two steps, the time is seen.
     action: +1 for action 1, else -1.      both: +1 if the action fits what the agent saw, else -1.
     tempting: 1 for action 1, and the share of agents that took it is the cost.
+
+    Continuous actions in [-1, 1] take the place of -1 (action 0) and +1 (action 1).
     """
 
     kind: str
     n_agents: int = 2
-    n_actions: ClassVar = 2
-    figures: ClassVar = ()
+    continuous_actions: bool = False
+    figures: ClassVar = ("episode_return",)
 
     @property
     def horizon(self) -> int:
         return 2 if self.kind == "delayed" else 1
 
+    @property
+    def action_size(self) -> int:
+        return 1 if self.continuous_actions else 2
+
     def sample_action(self, key):
+        if self.continuous_actions:
+            return jax.random.uniform(key, (self.n_agents, 1), minval=-1.0)
         return jax.random.randint(key, (self.n_agents,), 0, 2)
 
     def observe(self, state):
@@ -48,18 +56,19 @@ class Probe:
 
     def step(self, key, state, action):
         one = jnp.ones(self.n_agents)
+        choice = action[:, 0] if self.continuous_actions else 2.0 * action - 1  # in [-1, 1]
         reward = {
             "constant": one,
             "endless": one,
             "observed": state.sign,
             "delayed": one * (state.time == 1),
-            "action": 2.0 * action - 1,
-            "both": state.sign * (2.0 * action - 1),
-            "tempting": 1.0 * action,
+            "action": choice,
+            "both": state.sign * choice,
+            "tempting": (1 + choice) / 2,
         }[self.kind]
         state = ProbeState(state.sign, state.time + 1)
         over = state.time >= self.horizon
-        cost = (action == 1).mean() * (self.kind == "tempting")
+        cost = (choice == 1).mean() * (self.kind == "tempting")
         endless = self.kind == "endless"
         time_step = TimeStep(self.observe(state), reward, cost, over & (not endless), over & endless, {})
         return time_step, state

@@ -16,6 +16,7 @@ from envs import (
     CoverageState,
     Rendezvous,
     RendezvousState,
+    Spread,
     TimeStep,
     fiedler_value,
     step_autoreset,
@@ -499,9 +500,20 @@ def test_rendezvous_moves_left_stays_moves_right_and_pays_minus_the_spread():
     assert_close(state.position, [-0.75, 0.25, 0.75])
     assert_close(env.episode_summary({"distance": 9.0}, last.info)["distance"], 1.5)
     assert (time_step.truncated, last.truncated, last.terminated, last.cost) == (False, True, False, 0)
-    assert env.text_map(state) == "." * 5 + "1" + "." * 19 + "1" + "." * 9 + "1" + "." * 5
+    trajectory = jax.tree.map(lambda x: x[None], state)
+    assert env.text_map(trajectory) == "." * 5 + "1" + "." * 19 + "1" + "." * 9 + "1" + "." * 5
     blind, _ = jax.eval_shape(replace(env, critic_observation=False).reset, KEY)
     assert blind.critic_observation is None and blind.observation.shape == (3, 2)
+
+
+def test_continuous_rendezvous_moves_by_a_share_of_the_speed():
+    env = Rendezvous(n_agents=3, speed=0.25, continuous_actions=True)
+    start = RendezvousState(jnp.array([-0.9, 0.0, 0.5]), jnp.int32(0))
+    _, state = env.step(KEY, start, jnp.array([[-1.0], [0.5], [7.0]]))  # clipped to 1
+    assert_close(state.position, [-1, 0.125, 0.75])
+    action = np.asarray(jax.vmap(env.sample_action)(KEYS))
+    assert action.shape == (len(KEYS), 3, env.action_size)
+    assert_close(np.quantile(action, [0, 0.25, 0.5, 1]), [-1, -0.5, 0, 1], atol=0.05)
 
 
 def test_rendezvous_starts_uniformly_on_the_line():
@@ -514,8 +526,8 @@ def test_rendezvous_starts_uniformly_on_the_line():
 @pytest.mark.parametrize("env", [OPEN, Rendezvous(n_agents=9)])
 def test_sampled_actions_are_uniform_for_every_agent(env):
     action = np.asarray(jax.jit(jax.vmap(env.sample_action))(KEYS))
-    share = (action[:, :, None] == np.arange(env.n_actions)).mean(0)
-    assert_close(share, np.full((9, env.n_actions), 1 / env.n_actions), atol=0.05)
+    share = (action[:, :, None] == np.arange(env.action_size)).mean(0)
+    assert_close(share, np.full((9, env.action_size), 1 / env.action_size), atol=0.05)
 
 
 # --- 8. figures, maps and settings ----------------------------------------------------------------
@@ -528,7 +540,7 @@ def test_episode_summary_takes_the_last_coverage_and_the_mean_connectivity():
 def test_text_map_shows_owners_walls_and_robots():
     env, state = draw("0.o .#. o1o")
     state = state._replace(owner=state.owner.at[0, 2].set(10).at[2, 0].set(35))
-    assert env.text_map(state) == "0*. a\n. # .\nz 1*1"
+    assert env.text_map(jax.tree.map(lambda x: x[None], state)) == "0*. a\n. # .\nz 1*1"
 
 
 NAN, INF = float("nan"), float("inf")
@@ -539,6 +551,8 @@ BAD_SETTINGS = [
     (Coverage, "w_connectivity", [-0.1, NAN, INF], "finite and at least 0"),
     (Coverage, "target_fiedler", [0.0, NAN, INF], "finite and above 0"),
     (Rendezvous, "n_agents max_steps", [0, -2], "at least 1"),
+    (Spread, "n_agents max_steps", [0, -2], "at least 1"),
+    (Spread, "local_ratio", [-0.1, 1.1, NAN], "in [0, 1]"),
     (Rendezvous, "speed", [0.0, 2.1, NAN], "in (0, 2]"),
 ]
 

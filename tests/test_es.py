@@ -290,13 +290,14 @@ class Toy:
 
 def test_generation_lets_all_members_play_the_same_episodes():
     state = quick_jit(partial(es.init_state, CONFIG, Toy()))(key())._replace(sigma=jnp.asarray(0.5))
-    after, metrics = quick_jit(partial(es.train_step, CONFIG, Toy()))(state, key(3))
-    search_key, episode_key = jax.random.split(key(3))
+    after, metrics = quick_jit(partial(es.train_step, CONFIG, Toy()))(state, key(5))
+    search_key, episode_key = jax.random.split(key(5))
     config, theta = CONFIG.es_config._replace(sigma=0.5), es.module_theta(state.policy)
     population = es.ask(theta, config, search_key)
 
     def play(member):
-        return es.play(es.set_module_theta(state.policy, member), Toy(), episode_key, CONFIG.rollouts)[0]
+        policy = es.set_module_theta(state.policy, member)
+        return es.play(CONFIG, Toy(), state._replace(policy=policy), episode_key, CONFIG.rollouts)[0]
 
     reward = np.asarray(quick_jit(jax.vmap(play))(population))  # [P, T, E, N]
     assert set(np.unique(reward - np.arange(3)[:, None, None])) == {0, 1, 3}  # the last action is masked

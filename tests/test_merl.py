@@ -362,7 +362,7 @@ def slow_fitness(fresh):
     def fitness(theta, episode_key):
         head = es.set_module_theta(fresh.policy.selector_head, theta)
         policy = eqx.tree_at(lambda policy: policy.selector_head, fresh.policy, head)
-        reward, cost, _, _ = to_numpy(play(policy, episode_key))
+        reward, cost = to_numpy(play(policy, episode_key))
         assert reward.shape == (8, 4, 3) and cost.sum() > 0
         return sum(reward[t, e].mean() - 1.0 * cost[t, e] for t in range(8) for e in range(4)) / 4
 
@@ -535,15 +535,15 @@ def test_functions_are_nested_no_deeper_than_one_in_another(module):
 @pytest.fixture(scope="module")
 def checkpoint(run, tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("run"))
-    env, config = {"Coverage": dataclasses.asdict(EASY)}, dataclasses.asdict(LEARNING)
-    settings = {"script": "merl.py", "config": config, "env": env}
-    recorder = merl.Recorder(merl.Run(run_dir=folder), settings, columns={}, iterations=12, env_steps=1)
-    recorder.save(np.asarray(11), run.end)
+    recorder = merl.Recorder(LEARNING, EASY, merl.Run(run_dir=folder), run.end, 0)
+    recorder.save(np.asarray(11), jax.tree.map(lambda x: x[None], run.end))  # of one seed
     return folder
 
 
 def test_checkpoint_holds_every_leaf_bit_for_bit(run, checkpoint):
-    assert_trees_equal(merl.load_checkpoint(checkpoint), run.end)
+    header, state = merl.load_checkpoint(checkpoint)
+    assert (header["iteration"], header["run"]["num_seeds"]) == (12, 1)
+    assert_trees_equal(jax.tree.map(lambda x: x[0], state), run.end)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(run.end)} == {"float32", "int32"}
 
 

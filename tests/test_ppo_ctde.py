@@ -47,7 +47,7 @@ def test_probe_values(kind, seen, value, normalize):
     np.testing.assert_allclose(ppo_ctde.evaluate_state(config, state, observation), value, atol=0.1)
     if kind in ("action", "both"):
         shown = ppo_ctde.perceive(config, state, observation).observation
-        probability = jnp.exp(jax.vmap(lambda x: ppo_ctde.action_log_probs(state.actor, x, None))(shown))
+        probability = jnp.exp(jax.vmap(state.actor)(shown).log_probs)
         right = [1] if kind == "action" else [0, 1]
         assert (probability[jnp.arange(len(right)), jnp.array(right)] > 0.9).all()
 
@@ -152,13 +152,11 @@ def test_masked_actions_have_no_probability_and_entropy_stays_finite(rollout):
     state, _ = rollout
     observation = jnp.zeros(state.observation.observation.shape[-1])
     only_stay = jnp.array([True, False, False, False, False])
-    log_prob = ppo_ctde.action_log_probs(state.actor, observation, only_stay)
+    log_prob = state.actor(observation, only_stay).log_probs
     np.testing.assert_allclose(jnp.exp(log_prob), [1, 0, 0, 0, 0], atol=1e-7)
-    np.testing.assert_allclose(-(jnp.exp(log_prob) * log_prob).sum(), 0.0, atol=1e-6)
+    np.testing.assert_allclose(state.actor(observation, only_stay).entropy(), 0.0, atol=1e-6)
     mask = jnp.array([True, False, True, False, True])
-    draws = jax.random.categorical(
-        jax.random.key(0), ppo_ctde.action_log_probs(state.actor, observation, mask), shape=(10_000,)
-    )
+    draws = jax.vmap(state.actor(observation, mask).sample)(jax.random.split(jax.random.key(0), 10_000))
     assert set(np.unique(draws)) == {0, 2, 4}
 
 
@@ -242,9 +240,8 @@ def test_warm_start_across_grid_and_team_size_and_refusal(tmp_path):
     small, large = Coverage(grid=6, n_agents=2, horizon=8), Coverage(grid=9, n_agents=4, horizon=8)
     saved = ppo_ctde.init_state(SMALL, small, jax.random.key(8))
     saved = saved._replace(normalizer=ppo_ctde.update_normalizer(saved.normalizer, saved.observation))
-    settings = {"script": "ppo_ctde.py", "config": ppo_ctde.asdict(SMALL), "env": {"Coverage": ppo_ctde.asdict(small)}}
-    recorder = ppo_ctde.Recorder(ppo_ctde.Run(run_dir=str(tmp_path)), settings, {}, 1, 1)
-    recorder.save(0, saved)
+    recorder = ppo_ctde.Recorder(SMALL, small, ppo_ctde.Run(run_dir=str(tmp_path)), saved, 0)
+    recorder.save(0, jax.tree.map(lambda x: x[None], saved))  # of one seed
     loaded = ppo_ctde.init_state_from_checkpoint(SMALL, large, jax.random.key(9), tmp_path)
     fresh = ppo_ctde.init_state(SMALL, large, jax.random.key(9))
     for name in ("actor", "critic", "normalizer"):

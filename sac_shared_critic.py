@@ -1,0 +1,930 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10.1,!=0.10.2", "jaxlib>=0.10.1,!=0.10.2", "equinox>=0.13", "optax>=0.2.5", "numpy>=2.0"]
+# ///
+"""Soft actor-critic (SAC) for homogeneous agents: one critic learned on the pooled batch of all, synced to each.
+
+Every agent has an actor, a temperature, twin critics, target critics and the optimizer states of its own. After each
+step in num_envs environments:
+
+    batch <- batch_size rows of the replay buffer, [B, N, ...]
+    critics and target critics of the first agent <- one SAC step on pool(batch), the rows of all agents in one batch
+    every agent <- the critics, target critics and critic-optimizer state of the first one                       (sync)
+    actor and temperature of every agent <- one SAC step on its own rows, against its copy of the critics
+
+Agents with one body and one reward learn the same value function, so the shared one sees N times the experience; the
+actors stay apart and can take on roles. --no-share-critic trains every agent's critics on its own rows: the ablation.
+The critics see `critic_input`, the environment's choice, and the agent's own action.
+
+Papers: Haarnoja et al. 2018 (SAC, with learned temperature), Lowe et al. 2017 (centralized critics). Deviations: the
+critics take the action of their own agent only, and observations are scaled by running statistics.
+
+Axes: T steps, E environments, N agents, B batch, R buffer rows, O/C/A sizes of observation, critic observation, action.
+
+    python sac_shared_critic.py
+"""
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import inspect
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.experimental import io_callback
+
+from envs import (
+    AgentObservation,
+    EpisodeSums,
+    Rendezvous,
+    Spread,
+    check_range,
+    step_autoreset,
+    track_episode,
+    zero_sums,
+)
+
+NETWORKS = ("team", "normalizer")  # what --init-from takes over
+LENGTH = "total_timesteps"  # the setting that --resume may raise
+EVAL_EPISODES, EVAL_DETERMINISTIC = 1000, True
+
+
+# --- 1. configuration -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Config:
+    """Hyperparameters; each field is a flag, its comment the help text."""
+
+    total_timesteps: int = 3_200_000  # env steps of the whole run, rounded down to whole iterations
+    num_envs: int = 16  # environments side by side
+    num_steps: int = 1000  # steps per iteration in each environment, each followed by a gradient step
+    learning_starts: int = 10_000  # env steps with random actions that fill the buffer before the first iteration
+    buffer_size: int = 100_000  # env steps that the replay buffer holds
+    batch_size: int = 256  # rows per agent in a gradient step
+    hidden: int = 128  # width of the two hidden layers
+    lr: float = 1e-3  # Adam step size, falls linearly to a tenth
+    gamma: float = 0.95  # discount
+    tau: float = 0.005  # share of the critics that their targets take over per gradient step
+    alpha_init: float = 0.1  # temperature at the start
+    max_grad_norm: float = 10.0  # global gradient norm
+    share_critic: bool = True  # learn one critic on the rows of all agents, or one per agent on its own rows
+    normalize: bool = True  # scale observations by their running mean and variance
+
+    def __post_init__(self):
+        counts = "num_envs num_steps learning_starts batch_size hidden"
+        check_range(self, counts, "at least 1", lambda value: value >= 1)
+        check_range(self, "lr alpha_init max_grad_norm", "finite and above 0", lambda value: 0 < value < np.inf)
+        check_range(self, "gamma tau", "in [0, 1]", lambda value: 0 <= value <= 1)
+        rows = self.num_envs * self.num_steps
+        allowed = f"at least --num-envs x --num-steps = {rows}"
+        check_range(self, "total_timesteps", allowed, lambda value: value >= rows)
+        allowed = f"at least --num-envs = {self.num_envs}"
+        check_range(self, "buffer_size", allowed, lambda value: value >= self.num_envs)
+
+    @property
+    def iterations(self) -> int:
+        return self.total_timesteps // (self.num_envs * self.num_steps)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.iterations * self.num_steps
+
+
+# --- 2. networks ----------------------------------------------------------------------------------
+class Network(eqx.Module):
+    """Two hidden relu layers, [I] -> [size]."""
+
+    layers: tuple[eqx.nn.Linear, eqx.nn.Linear, eqx.nn.Linear]
+
+    def __init__(self, in_size: int, hidden: int, size: int | str, *, key: Array):
+        first_key, second_key, last_key = jax.random.split(key, 3)
+        self.layers = (
+            eqx.nn.Linear(in_size, hidden, key=first_key),
+            eqx.nn.Linear(hidden, hidden, key=second_key),
+            eqx.nn.Linear(hidden, size, key=last_key),
+        )
+
+    def __call__(self, x: Array) -> Array:
+        *hidden_layers, last = self.layers
+        for layer in hidden_layers:
+            x = jax.nn.relu(layer(x))
+        return last(x)
+
+
+class Actor(eqx.Module):
+    """Mean and log standard deviation of the action before tanh, [O] -> ([A], [A])."""
+
+    network: Network
+
+    def __init__(self, config: Config, size: int, action_size: int, *, key: Array):
+        self.network = Network(size, config.hidden, 2 * action_size, key=key)
+
+    def __call__(self, observation: Array) -> tuple[Array, Array]:
+        mean, log_std = jnp.split(self.network(observation), 2)
+        return mean, -5 + 3.5 * (1 + jnp.tanh(log_std))  # in [-5, 2]
+
+
+class Critic(eqx.Module):
+    """Value of an action, [C], [A] -> []."""
+
+    network: Network
+
+    def __init__(self, config: Config, size: int, *, key: Array):
+        self.network = Network(size, config.hidden, "scalar", key=key)
+
+    def __call__(self, x: Array, action: Array) -> Array:
+        return self.network(jnp.concatenate([x, action]))
+
+
+def squashed_log_prob(u: Array, mean: Array, log_std: Array) -> Array:
+    """Log-density of tanh(u) for u ~ Normal(mean, exp(log_std)), all [A] -> []. (Haarnoja et al. 2018, appendix C)
+
+    log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)) stays exact where tanh has long rounded to 1.
+    """
+    log_normal = -0.5 * jnp.square((u - mean) / jnp.exp(log_std)) - log_std - 0.5 * jnp.log(2 * jnp.pi)
+    return (log_normal - 2 * (jnp.log(2.0) - u - jax.nn.softplus(-2 * u))).sum()
+
+
+def sample_action(actor: Actor, observation: Array, noise: Array) -> tuple[Array, Array]:
+    """One agent, [O] and standard normal [A] -> (action [A] in [-1, 1], log_prob []). Differentiable in the actor."""
+    mean, log_std = actor(observation)
+    u = mean + jnp.exp(log_std) * noise
+    return jnp.tanh(u), squashed_log_prob(u, mean, log_std)
+
+
+def smaller_value(twins: Critic, critic_input: Array, action: Array) -> Array:
+    """The minimum of twin critics (leaves [2, ...]) on rows: [B, C], [B, A] -> [B]. (Fujimoto et al. 2018)"""
+    return jax.vmap(lambda critic: jax.vmap(critic)(critic_input, action))(twins).min(0)
+
+
+# --- 3. normalizer --------------------------------------------------------------------------------
+class Normalizer(NamedTuple):
+    """Running statistics of the raw observations, one pytree: [O] for the actor, [C] for the critic."""
+
+    count: Array  # [] observations of single agents so far
+    mean: AgentObservation
+    variance: AgentObservation
+
+
+def init_normalizer(observation: AgentObservation) -> Normalizer:
+    """The identity (up to epsilon), for observations [..., N, O] or shapes of them."""
+    without_mask = observation._replace(action_mask=None)
+    mean = jax.tree.map(lambda x: jnp.zeros(x.shape[-1]), without_mask)
+    return Normalizer(jnp.zeros(()), mean, jax.tree.map(jnp.ones_like, mean))
+
+
+def update_normalizer(normalizer: Normalizer, observation: AgentObservation) -> Normalizer:
+    """Merge the rows of a batch [..., O] (Chan et al. 1979). A feature with a non-finite moment keeps its statistics.
+
+    Means and variances instead of sums, so that float32 carries 1e9 rows.
+    """
+    rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), observation._replace(action_mask=None))
+    count = normalizer.count + rows.observation.shape[0]
+    weight = rows.observation.shape[0] / count
+    shift = jax.tree.map(lambda x, mean: x.mean(0) - mean, rows, normalizer.mean)
+    mean = jax.tree.map(lambda mean, shift: mean + weight * shift, normalizer.mean, shift)
+    variance = jax.tree.map(
+        lambda old, x, shift: (1 - weight) * old + weight * x.var(0) + (jnp.sqrt(weight * (1 - weight)) * shift) ** 2,
+        normalizer.variance,
+        rows,
+        shift,
+    )
+    finite = jax.tree.map(lambda mean, variance: jnp.isfinite(mean) & jnp.isfinite(variance), mean, variance)
+    keep = partial(jax.tree.map, jnp.where, finite)
+    return Normalizer(count, keep(mean, normalizer.mean), keep(variance, normalizer.variance))
+
+
+def normalize(normalizer: Normalizer, observation: AgentObservation) -> AgentObservation:
+    """Zero mean, unit variance, clipped to [-10, 10]; leaves the mask alone."""
+
+    def scale(mean, variance, x):
+        return jnp.clip((x - mean) / jnp.sqrt(variance + 1e-8), -10, 10)
+
+    scaled = jax.tree.map(scale, normalizer.mean, normalizer.variance, observation._replace(action_mask=None))
+    return scaled._replace(action_mask=observation.action_mask)
+
+
+# --- 4. replay buffer -----------------------------------------------------------------------------
+class Transition(NamedTuple):
+    """One step of a team; every leaf has the agents in front, the flags are those of the team for each."""
+
+    observation: AgentObservation  # [N, ...] raw
+    action: Array  # [N, A]
+    reward: Array  # [N]
+    terminated: Array  # [N]
+    truncated: Array  # [N]
+    next_observation: AgentObservation  # [N, ...] the true outcome, before any reset
+
+
+class ReplayBuffer(NamedTuple):
+    """A ring of the last R transitions."""
+
+    row: Transition  # [R, N, ...]
+    position: Array  # [] where the next row goes
+    size: Array  # [] rows written, at most R
+
+
+def init_buffer(transition: Transition, buffer_size: int) -> ReplayBuffer:
+    """An empty ring for transitions [E, N, ...] or shapes of them."""
+    row = jax.tree.map(lambda x: jnp.zeros((buffer_size, *x.shape[1:]), x.dtype), transition)
+    return ReplayBuffer(row, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def add(buffer: ReplayBuffer, transition: Transition) -> ReplayBuffer:
+    """Write the rows [E, N, ...], E <= R, over the oldest ones."""
+    capacity, count = (tree.reward.shape[0] for tree in (buffer.row, transition))
+    place = (buffer.position + jnp.arange(count)) % capacity
+    row = jax.tree.map(lambda old, new: old.at[place].set(new), buffer.row, transition)
+    return ReplayBuffer(row, (buffer.position + count) % capacity, jnp.minimum(buffer.size + count, capacity))
+
+
+def sample(buffer: ReplayBuffer, key: Array, batch_size: int) -> Transition:
+    """Written rows, uniformly and with replacement, [B, N, ...]."""
+    place = jax.random.randint(key, (batch_size,), 0, buffer.size)
+    return jax.tree.map(lambda x: x[place], buffer.row)
+
+
+# --- 5. the team ----------------------------------------------------------------------------------
+class Critics(NamedTuple):
+    """The twins of an agent; they differ, their targets start as copies."""
+
+    critic: Critic  # [2, ...]
+    target_critic: Critic  # [2, ...]
+    optimizer_state: optax.OptState
+
+
+class Team(NamedTuple):
+    """All that the agents learn, [N, ...]."""
+
+    actor: Actor
+    log_alpha: Array  # logarithm of the temperature
+    optimizer_state: optax.OptState  # of (actor, log_alpha)
+    critics: Critics
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """Adam behind a global norm clip; one update per minibatch."""
+    schedule = optax.linear_schedule(config.lr, config.lr / 10, config.optimizer_steps)
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5))
+
+
+def init_team(config: Config, env, observation: AgentObservation, key: Array) -> Team:
+    """Actors that differ, and critics that are equal if they are to be shared. observation: [E, N, ...]"""
+    optimizer = make_optimizer(config)
+    in_size = observation.critic_input.shape[-1] + env.action_size
+
+    def init_agent(key):
+        actor_key, critic_key = jax.random.split(key)
+        actor = Actor(config, observation.observation.shape[-1], env.action_size, key=actor_key)
+        critic = jax.vmap(lambda key: Critic(config, in_size, key=key))(jax.random.split(critic_key))
+        log_alpha = jnp.log(jnp.asarray(config.alpha_init, float))
+        critics = Critics(critic, critic, optimizer.init(critic))
+        return Team(actor, log_alpha, optimizer.init((actor, log_alpha)), critics)
+
+    team = jax.vmap(init_agent)(jax.random.split(key, env.n_agents))
+    return sync(team) if config.share_critic else team
+
+
+def pool(batch: Any) -> Any:
+    """The rows of all agents as one batch: every leaf [B, N, ...] -> [B N, ...], in one order."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+
+
+def sync(team: Team) -> Team:
+    """Copy the first agent's critics, target critics and critic-optimizer state to every agent."""
+    return team._replace(critics=jax.tree.map(lambda x: jnp.broadcast_to(x[0], x.shape), team.critics))
+
+
+class CriticBatch(NamedTuple):
+    """What the critics learn from, [B, N, ...] or pooled [B N, ...]."""
+
+    transition: Transition
+    next_action: Array  # [A] of the agent's own current actor
+    entropy_bonus: Array  # [] -alpha log_prob of that action
+
+
+def critic_loss(twins: Critic, config: Config, target_critic: Critic, batch: CriticBatch) -> tuple[Array, Array]:
+    """Squared error of both twins against the soft Bellman target, over rows [B, ...]; -> (loss, mean value)
+
+    (Haarnoja et al. 2018, eq. 5 and 6)
+    """
+    transition, next_critic_input = batch.transition, batch.transition.next_observation.critic_input
+    next_value = smaller_value(target_critic, next_critic_input, batch.next_action) + batch.entropy_bonus
+    bootstrap = config.gamma * (1 - transition.terminated)  # only termination cuts bootstrapping
+    target = transition.reward + bootstrap * next_value
+    critic_input = transition.observation.critic_input
+    value = jax.vmap(lambda critic: jax.vmap(critic)(critic_input, transition.action))(twins)  # [2, B]
+    return jnp.square(value - target).mean(1).sum(), value.mean()
+
+
+def critic_step(config: Config, critics: Critics, batch: CriticBatch) -> tuple[Critics, dict]:
+    """One optimizer step of an agent's twins, and of their targets the tau-average."""
+    value_and_grad = jax.value_and_grad(critic_loss, has_aux=True)
+    (loss, value), gradient = value_and_grad(critics.critic, config, critics.target_critic, batch)
+    update, optimizer_state = make_optimizer(config).update(gradient, critics.optimizer_state)
+    critic = optax.apply_updates(critics.critic, update)
+    target_critic = optax.incremental_update(critic, critics.target_critic, config.tau)
+    return Critics(critic, target_critic, optimizer_state), {"critic_loss": loss, "value": value}
+
+
+def update_critics(config: Config, team: Team, key: Array, batch: Transition) -> tuple[Team, dict]:
+    """A critic step of the first agent on the pooled batch; without sharing one of every agent on its own rows."""
+    noise = jax.random.normal(key, batch.action.shape)
+    each_agent = jax.vmap(sample_action)
+    next_action, log_prob = jax.vmap(partial(each_agent, team.actor))(batch.next_observation.observation, noise)
+    batch = CriticBatch(batch, next_action, -jnp.exp(team.log_alpha) * log_prob)
+    if config.share_critic:
+        first, metrics = critic_step(config, jax.tree.map(lambda x: x[0], team.critics), pool(batch))
+        critics = jax.tree.map(lambda x, updated: x.at[0].set(updated), team.critics, first)
+    else:
+        critics, metrics = jax.vmap(partial(critic_step, config), in_axes=(0, 1))(team.critics, batch)
+    return team._replace(critics=critics), metrics
+
+
+def actor_loss(learner: tuple[Actor, Array], twins: Critic, observation: AgentObservation, noise: Array):
+    """Losses of one agent's actor and temperature, rows [B, ...], noise [B, A]. (Haarnoja et al. 2018, eq. 7, 18)"""
+    actor, log_alpha = learner
+    action, log_prob = jax.vmap(partial(sample_action, actor))(observation.observation, noise)
+    alpha = jnp.exp(log_alpha)
+    value = smaller_value(twins, observation.critic_input, action)
+    actor_loss = (jax.lax.stop_gradient(alpha) * log_prob - value).mean()
+    target_entropy = -action.shape[-1]
+    alpha_loss = -alpha * jax.lax.stop_gradient(log_prob + target_entropy).mean()
+    return actor_loss + alpha_loss, {"actor_loss": actor_loss, "alpha": alpha, "entropy": -log_prob.mean()}
+
+
+def actor_step(config: Config, agent: Team, observation: AgentObservation, noise: Array) -> tuple[Team, dict]:
+    """One optimizer step of one agent's actor and temperature on its rows [B, ...]."""
+    learner = agent.actor, agent.log_alpha
+    gradient, metrics = jax.grad(actor_loss, has_aux=True)(learner, agent.critics.critic, observation, noise)
+    update, optimizer_state = make_optimizer(config).update(gradient, agent.optimizer_state)
+    actor, log_alpha = optax.apply_updates(learner, update)
+    return agent._replace(actor=actor, log_alpha=log_alpha, optimizer_state=optimizer_state), metrics
+
+
+def update_actors(config: Config, team: Team, key: Array, batch: Transition) -> tuple[Team, dict]:
+    """An actor step of every agent on its own rows."""
+    noise = jax.random.normal(key, batch.action.shape)
+    return jax.vmap(partial(actor_step, config), in_axes=(0, 1, 1))(team, batch.observation, noise)
+
+
+def update_team(config: Config, team: Team, key: Array, batch: Transition) -> tuple[Team, dict]:
+    """One gradient step of everything on normalized rows [B, N, ...]."""
+    critic_key, actor_key = jax.random.split(key)
+    team, critic_metrics = update_critics(config, team, critic_key, batch)
+    if config.share_critic:
+        team = sync(team)
+    team, actor_metrics = update_actors(config, team, actor_key, batch)
+    return team, jax.tree.map(jnp.mean, critic_metrics | actor_metrics)
+
+
+# --- 6. interaction -------------------------------------------------------------------------------
+class TrainState(NamedTuple):
+    """Everything that training changes."""
+
+    team: Team
+    normalizer: Normalizer
+    buffer: ReplayBuffer
+    observation: AgentObservation  # [E, N, ...] to act on next
+    env_state: Any  # [E, ...]
+    episode: EpisodeSums  # [E, ...] of the running episodes
+
+
+def perceive(config: Config, state: TrainState, observation: AgentObservation) -> AgentObservation:
+    """What the networks see of an observation."""
+    return normalize(state.normalizer, observation) if config.normalize else observation
+
+
+def act(
+    config: Config, state: TrainState, observation: AgentObservation, key: Array, deterministic: bool = False
+) -> tuple[Array, Array]:
+    """The actions of one team, sampled or the modes; -> (action [N, A], log_prob [N])"""
+    seen = perceive(config, state, observation)
+    mean, log_std = jax.vmap(Actor.__call__)(state.team.actor, seen.observation)
+    u = mean if deterministic else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+    return jnp.tanh(u), jax.vmap(squashed_log_prob)(u, mean, log_std)
+
+
+def select_action(
+    config: Config, env, state: TrainState, observation: AgentObservation, key: Array, deterministic: bool
+) -> Array:
+    """Actions of a team in evaluation."""
+    return act(config, state, observation, key, deterministic)[0]
+
+
+def interact(env, carry: tuple, action: Array, key: Array):
+    """One step of a team; carry = (AgentObservation, env_state, EpisodeSums). -> carry, (Transition, done, figures)"""
+    observation, env_state, episode = carry
+    time_step, env_state, next_observation = step_autoreset(env, key, env_state, action)
+    each_agent = partial(jnp.broadcast_to, shape=time_step.reward.shape)
+    transition = Transition(
+        observation=observation,
+        action=action,
+        reward=time_step.reward,
+        terminated=each_agent(time_step.terminated),
+        truncated=each_agent(time_step.truncated),
+        next_observation=time_step.observation,
+    )
+    done, figures, episode = track_episode(env, episode, time_step)
+    return (next_observation, env_state, episode), (transition, done, figures)
+
+
+def collect(config: Config, env, state: TrainState, action: Array, key: Array) -> tuple[TrainState, tuple]:
+    """One step of all environments with action [E, N, A] into the buffer; -> (state, (done, figures) [E])"""
+    start = state.observation, state.env_state, state.episode
+    each_team = jax.vmap(partial(interact, env))
+    end, (transition, *outcome) = each_team(start, action, jax.random.split(key, config.num_envs))
+    observation, env_state, episode = end
+    state = state._replace(
+        normalizer=update_normalizer(state.normalizer, transition.observation),
+        buffer=add(state.buffer, transition),
+        observation=observation,
+        env_state=env_state,
+        episode=episode,
+    )
+    return state, outcome
+
+
+def collect_and_learn(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, tuple]:
+    """One step of all environments, then one gradient step; -> (state, (done [E], figures [E], losses))"""
+    act_key, collect_key, sample_key, update_key = jax.random.split(key, 4)
+    each_team = jax.vmap(partial(act, config, state))
+    action, _ = each_team(state.observation, jax.random.split(act_key, config.num_envs))
+    state, outcome = collect(config, env, state, action, collect_key)
+
+    batch = sample(state.buffer, sample_key, config.batch_size)
+    seen, seen_next = (perceive(config, state, each) for each in (batch.observation, batch.next_observation))
+    batch = batch._replace(observation=seen, next_observation=seen_next)
+    team, losses = update_team(config, state.team, update_key, batch)
+    return state._replace(team=team), (*outcome, losses)
+
+
+# --- 7. training: one scan ------------------------------------------------------------------------
+def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, dict]:
+    """One iteration: num_steps steps of all environments with a gradient step after each."""
+    keys = jax.random.split(key, config.num_steps)
+    state, (done, figures, losses) = jax.lax.scan(partial(collect_and_learn, config, env), state, keys)
+    finished = {name: (value * done).sum() / done.sum() for name, value in figures.items()}  # NaN: none finished
+    return state, finished | jax.tree.map(jnp.mean, losses)
+
+
+def check_agents(env) -> None:
+    """Raise a ValueError unless the agents are homogeneous and their actions continuous."""
+    if not env.continuous_actions:
+        raise ValueError("--continuous-actions must be on, the actors of SAC draw from a density")
+    key = jax.random.key(0)
+    observation, action = jax.eval_shape(env.reset, key)[0], jax.eval_shape(env.sample_action, key)
+    shapes = [getattr(part, "shape", ()) for part in (observation.observation, observation.critic_input, action)]
+    if any(len(shape) != 2 or shape[0] != env.n_agents for shape in shapes):
+        raise ValueError("--env must have homogeneous agents: one array [N, ...] of observations, one of actions")
+
+
+@partial(jax.jit, static_argnames=("config", "env"))
+def init_state(config: Config, env, key: Array) -> TrainState:
+    """A fresh team, and `learning_starts` random env steps in the buffer. Raises ValueError if agents do not fit."""
+    check_agents(env)
+    team_key, reset_key, fill_key = jax.random.split(key, 3)
+    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, config.num_envs))
+    episode = zero_sums(env, config.num_envs)
+    action = jnp.zeros((config.num_envs, env.n_agents, env.action_size))
+    keys = jax.random.split(reset_key, config.num_envs)
+    step = jax.vmap(partial(interact, env))
+    _, (transition, *_) = jax.eval_shape(step, (observation, env_state, episode), action, keys)
+    state = TrainState(
+        team=init_team(config, env, observation, team_key),
+        normalizer=init_normalizer(observation),
+        buffer=init_buffer(transition, config.buffer_size),
+        observation=observation,
+        env_state=env_state,
+        episode=episode,
+    )
+
+    def step(state, key):
+        action_key, collect_key = jax.random.split(key)
+        action = jax.vmap(env.sample_action)(jax.random.split(action_key, config.num_envs))
+        return collect(config, env, state, action, collect_key)[0], None
+
+    steps = -(-config.learning_starts // config.num_envs)
+    return jax.lax.scan(step, state, jax.random.split(fill_key, steps))[0]
+
+
+@partial(jax.jit, static_argnames=("config", "env", "start", "stop", "log_fn", "save_fn", "save_every"))
+def train(
+    config: Config,
+    env,
+    state: TrainState,
+    key: Array,
+    start: int = 0,
+    stop: int | None = None,
+    log_fn: Callable[[Array, dict], None] | None = None,
+    save_fn: Callable[[Array, TrainState], None] | None = None,
+    save_every: int = 1,
+) -> tuple[TrainState, dict]:
+    """Iterations start..stop (default: to the end) in one scan; -> (state, metrics), a scalar per metric and iteration.
+
+    With keys [S] and states [S, ...], S seeds train side by side. On the host, `log_fn(i, metrics)` is called after
+    every iteration, `save_fn(i, state)` after every `save_every` and after the last.
+    """
+    stop = config.iterations if stop is None else stop
+    step, fold_in = partial(train_step, config, env), jax.random.fold_in
+    if key.ndim == 1:
+        step, fold_in = jax.vmap(step), jax.vmap(fold_in, (0, None))
+
+    def iteration(state, i):
+        state, metrics = step(state, fold_in(key, i))
+        if log_fn is not None:
+            io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
+        if save_fn is not None:
+            save = partial(io_callback, save_fn, None, i, state, ordered=True)
+            jax.lax.cond(((i + 1) % save_every == 0) | (i + 1 == stop), save, lambda: None)
+        return state, metrics
+
+    return jax.lax.scan(iteration, state, jnp.arange(start, stop))
+
+
+def networks(state: TrainState) -> dict[str, Any]:
+    """What --init-from takes over from another run."""
+    return {name: getattr(state, name) for name in NETWORKS}
+
+
+def first_non_finite(tree: Any) -> Array:
+    """Index of the first leaf that holds a NaN or an infinity, -1 if there is none. []"""
+    broken = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    return jnp.where(broken.any(), broken.argmax(), -1)
+
+
+def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
+    """A fresh state around the networks of a checkpoint of one seed, or of as many as there are keys. key: [] or [S]
+
+    Raises ValueError if the architecture or the number of seeds does not fit.
+    """
+    keys = key.reshape(-1)
+    state = jax.vmap(partial(init_state, config, env))(keys)
+    header, saved = load_checkpoint(path, "--init-from")
+    if header["run"]["num_seeds"] not in (1, keys.size):
+        raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
+    saved, fresh = networks(saved), networks(state)
+    check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
+    saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
+    state = state._replace(**saved)
+    return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
+
+
+@partial(jax.jit, static_argnames=("config", "env", "episodes", "deterministic"))
+def evaluate(
+    config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
+) -> tuple[dict[str, Array], Any]:
+    """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
+    reset_key, step_key = jax.random.split(key)
+    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+
+    def step(carry, key):
+        observation, env_state, over = carry
+        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        choose = partial(select_action, config, env, state, deterministic=deterministic)
+        action = jax.vmap(choose)(observation, act_key)
+        time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
+        first = jax.tree.map(lambda x: x[0], env_state)
+        outcome = time_step.reward.mean(-1), time_step.info, ~over, first
+        return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
+
+    start = observation, env_state, jnp.zeros(episodes, bool)
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    steps = running.sum(0)  # [E]
+    mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
+    last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
+    return env.episode_summary(mean, last) | {"episode_return": (reward * running).sum(0)}, trajectory
+
+
+def environments() -> dict[str, type]:
+    """The environments to choose from with --env, the default first."""
+    return {"spread": Spread, "rendezvous": Rendezvous}
+
+
+def env_steps_per_iteration(config: Config, env) -> int:
+    return config.num_envs * config.num_steps
+
+
+def columns(env) -> dict[str, str]:
+    """The columns of the line per iteration: header and metric."""
+    names = (*env.figures, "critic_loss", "alpha", "entropy")
+    return dict(zip(names, names, strict=True))
+
+
+# --- 8. running: arguments, logging, saving --------------------------------------------------------
+FORMAT = 1  # of a checkpoint
+FILES = ("config.json", "metrics.csv", "checkpoint.eqx")
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the script; each field is a flag."""
+
+    seed: int = 0  # first random seed
+    num_seeds: int = 1  # seeds that train side by side: seed, seed + 1, ...
+    run_dir: str = ""  # folder to write config.json, metrics.csv and checkpoint.eqx to
+    save_every: int = 10  # iterations between checkpoints
+    init_from: str = ""  # run folder or checkpoint whose networks to start from
+    resume: str = ""  # run folder to continue, with the settings it was started with
+    eval: str = ""  # run folder or checkpoint to evaluate instead of training
+    episodes: int = EVAL_EPISODES  # episodes of the evaluation
+    deterministic: bool = EVAL_DETERMINISTIC  # evaluate the most likely actions, or sampled ones
+    render: str = ""  # .png or .gif file to draw an episode of the evaluation to; needs matplotlib
+
+    def __post_init__(self):
+        check_range(self, "seed", "in [0, 2**31)", lambda value: 0 <= value < 2**31)
+        check_range(self, "num_seeds save_every", "at least 1", lambda value: value >= 1)
+        check_range(self, "episodes", "at least 2", lambda value: value >= 2)
+        if self.render:
+            drawable = lambda path: Path(path).suffix in (".png", ".gif") and Path(path).parent.is_dir()  # noqa: E731
+            check_range(self, "render", "a .png or .gif file in a folder that exists", drawable)
+            if find_spec("matplotlib") is None:
+                raise ValueError("--render needs matplotlib, which is not installed: pip install matplotlib")
+
+    def keys(self) -> tuple[Array, Array, Array]:
+        """For initialization, training and evaluation, [S] each; those of a seed do not depend on num_seeds."""
+        keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 3))(self.seed + jnp.arange(self.num_seeds))
+        return keys[:, 0], keys[:, 1], keys[:, 2]
+
+
+def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
+    """Config, environment and run from the command line: a flag per field, the comment behind it is the help text.
+
+    With --resume and --eval the defaults are those of the checkpoint, whose (header, state) come fourth.
+    """
+    names, first = list(environments()), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (first, parser):
+        each.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
+        each.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    for flag in ("--resume", "--eval"):
+        first.add_argument(flag, default="")
+    known, _ = first.parse_known_args(argv)
+    source, checkpoint, saved, free = known.resume or known.eval, None, {}, set()
+    if source:
+        checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
+        saved, free = saved_settings(checkpoint[0], known.resume)
+        parser.set_defaults(env=saved["env"])
+    classes = Config, environments()[saved.get("env", known.env)], Run
+    for cls in classes:
+        comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
+        for field in dataclasses.fields(cls):
+            kind = {"type": type(field.default), "choices": get_args(field.type) or None}
+            kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
+            flag = "--" + field.name.replace("_", "-")
+            parser.add_argument(flag, default=saved.get(field.name, field.default), help=comment[field.name], **kind)
+    values = vars(parser.parse_args(argv))
+    for name in saved.keys() - free:
+        if values[name] != saved[name] and not (known.resume and name == LENGTH and values[name] > saved[name]):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be left out, {source} has {saved[name] or None}; got {values[name]}")
+    settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
+    return *settings, checkpoint
+
+
+def saved_settings(header: dict, resume: str) -> tuple[dict[str, Any], set[str]]:
+    """The settings that a checkpoint brings, and the names of those that may differ from it."""
+    ((name, fields),), run = header["env"].items(), header["run"]
+    saved = header["config"] | fields | {"env": name.lower(), "seed": run["seed"], "num_seeds": run["num_seeds"]}
+    if resume:
+        saved |= run | {"run_dir": resume, "resume": resume, "eval": "", "render": ""}
+        return saved, {"save_every", "episodes", "deterministic", "render"}
+    return saved | {"run_dir": "", "init_from": "", "resume": ""}, {"seed", *fields}
+
+
+class Recorder:
+    """Prints a line and appends to metrics.csv per iteration, saves checkpoints; called from inside the scan."""
+
+    def __init__(self, config: Config, env, run: Run, state: TrainState, start: int):
+        """Open the files in --run-dir. Raises ValueError if it holds a run that is not resumed or cannot be written."""
+        self.run, self.columns, self.first, self.iterations = run, columns(env), start, config.iterations
+        self.env_steps, self.folder = env_steps_per_iteration(config, env), Path(run.run_dir)
+        leaves = jax.tree_util.tree_leaves_with_path(networks(state))
+        self.leaves = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        self.settings = {"format": FORMAT, "script": Path(__file__).name, "config": asdict(config)}
+        self.settings |= {"env": {type(env).__name__: asdict(env)}, "run": asdict(run)}
+        self.rows, self.seconds, self.saved = None, 0.0, "there is no checkpoint without --run-dir"
+        if run.run_dir and not run.resume and any((self.folder / name).exists() for name in FILES):
+            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one; see --resume")
+        if run.run_dir:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.rows = self.open_rows(start)
+                versions = {name: version(name) for name in PACKAGES}
+                about = self.settings | {"command": sys.argv, "commit": git_commit(), "versions": versions}
+                write_whole(self.folder / "config.json", json.dumps(about, indent=2).encode() + b"\n")
+            except OSError as error:
+                flag = "--resume" if run.resume else "--run-dir"
+                raise ValueError(f"{flag} must be a writable folder: {error}") from error
+            self.saved = f"there is no checkpoint in {run.run_dir} yet"
+
+    def open_rows(self, start: int):
+        """metrics.csv without the rows that a resumed run is going to write again."""
+        path = self.folder / "metrics.csv"
+        header, *rows = path.read_bytes().splitlines(keepends=True) if start and path.exists() else [b""]
+        rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[1]) <= start]
+        self.seconds = float(rows[-1].split(b",")[-1]) if rows else 0.0
+        write_whole(path, b"".join([header, *rows]))
+        return path.open("a", newline="")
+
+    def start(self) -> None:
+        """Start the clock and print the header."""
+        self.started = time.perf_counter()
+        self.width = 8 if self.run.num_seeds == 1 else 14
+        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(self.width) for header in self.columns)]
+        print("  ".join([*headers, "time_left"]), flush=True)
+
+    def log(self, i: Array, metrics: dict) -> None:
+        """A line with the mean over seeds (and its deviation), a row per seed. Raises if a number is not finite."""
+        done, seconds = int(i) + 1, time.perf_counter() - self.started
+        speed = (done - self.first) * self.env_steps * self.run.num_seeds / seconds
+        metrics = {name: np.asarray(value, np.float64).reshape(-1) for name, value in metrics.items()}
+        leaf = int(metrics.pop("non_finite")[0])
+        if self.rows:
+            for s in range(self.run.num_seeds):
+                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * self.env_steps}
+                row |= {name: value[s] for name, value in metrics.items()}
+                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds + seconds, 2)}
+                csv.writer(self.rows).writerows([row] * (self.rows.tell() == 0) + [row.values()])
+            self.rows.flush()
+        cells = [f"{done}/{self.iterations}".rjust(9), f"{done * self.env_steps:>11,}", f"{speed:>9,.0f}"]
+        for header, name in self.columns.items():
+            spread = f" ± {metrics[name].std():.2f}" if self.run.num_seeds > 1 else ""
+            cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(max(len(header), self.width)))
+        left = round(seconds / (done - self.first) * (self.iterations - done))
+        print("  ".join([*cells, str(datetime.timedelta(seconds=left)).rjust(9)]), flush=True)
+        broken = [name for name, value in metrics.items() if name.endswith("loss") and not np.isfinite(value).all()]
+        if broken or leaf >= 0:
+            raise FloatingPointError(f"{self.leaves[leaf] if leaf >= 0 else broken[0]} is not finite")
+
+    def save(self, i: Array, state: TrainState) -> None:
+        """One JSON line, then the leaves of the state [S, ...]."""
+        buffer = io.BytesIO()
+        buffer.write(json.dumps(self.settings | {"iteration": int(i) + 1}).encode() + b"\n")
+        eqx.tree_serialise_leaves(buffer, jax.tree.map(np.asarray, state))
+        write_whole(self.folder / "checkpoint.eqx", buffer.getbuffer())
+        self.saved = f"the checkpoint of iteration {int(i) + 1} is in {self.folder}"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write aside, then rename: at any moment the file is complete, before or after."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def git_commit() -> str:
+    """The commit of the script, with -dirty if files differ from it; empty outside a repository."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
+    """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
+    script, path = Path(__file__).name, Path(path)
+    path = path / "checkpoint.eqx" if path.is_dir() else path
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline())
+            if header["script"] != script:
+                raise ValueError(f"{flag} must be a checkpoint of {script}, {path} is one of {header['script']}")
+            if header["format"] > FORMAT:
+                raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: update {script}")
+            keys = jax.random.split(jax.random.key(0), header["run"]["num_seeds"])
+            like = jax.eval_shape(jax.vmap(partial(init_state, *saved_task(header))), keys)
+            return header, eqx.tree_deserialise_leaves(file, like)
+    except OSError as error:
+        raise ValueError(f"{flag} must be a checkpoint, {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, LookupError, AttributeError, TypeError, EOFError, RuntimeError):
+        raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from None
+
+
+def saved_task(header: dict) -> tuple[Config, Any]:
+    """Config and environment of a checkpoint."""
+    ((name, fields),) = header["env"].items()
+    return Config(**header["config"]), environments()[name.lower()](**fields)
+
+
+def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
+    """`policy(observation, key=None) -> action` from raw AgentObservations of one team; without a key the modes.
+
+    `index` counts the seeds of the run. Raises ValueError if the path is not a checkpoint of this script.
+    """
+    header, state = load_checkpoint(path)
+    config, env = saved_task(header)
+    state = jax.tree.map(lambda x: x[index], state)
+
+    def policy(observation, key=None):
+        deterministic, key = key is None, jax.random.key(0) if key is None else key
+        return select_action(config, env, state, observation, key, deterministic)
+
+    return policy
+
+
+def check_same_shapes(path: str, saved: Any, wanted: Any) -> None:
+    """Raise a ValueError that names the leaves in which two pytrees differ."""
+    saved, wanted = (
+        {jax.tree_util.keystr(name): leaf.shape for name, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (saved, wanted)
+    )
+    differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
+    if differing:
+        leaves = ", ".join(f"{name} {saved.get(name)} instead of {wanted.get(name)}" for name in differing)
+        raise ValueError(f"--init-from must have the same architecture, {path} has {leaves}")
+
+
+def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
+    """Means and standard errors of figures [E] over episodes."""
+    cells = []
+    for name, value in figures.items():
+        value = np.asarray(value, np.float64)
+        cells.append(f"{name}={value.mean():.1f} {name}_se={value.std(ddof=1) / np.sqrt(value.size):.1f}")
+    return f"evaluation seed={seed} episodes={value.size} {' '.join(cells)}"
+
+
+def prepare(argv: list[str] | None) -> tuple:
+    """Whatever can be refused; -> (config, env, run, state [S, ...], the iteration it stands at, recorder)"""
+    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    try:
+        config, env, run, checkpoint = parse_settings(parser, argv)
+        init_key, *_ = run.keys()
+        if checkpoint:
+            header, state = checkpoint
+        elif run.init_from:
+            state = init_state_from_checkpoint(config, env, init_key, run.init_from)
+        else:
+            state = jax.vmap(partial(init_state, config, env))(init_key)
+        start = header["iteration"] if run.resume else 0
+        return config, env, run, state, start, Recorder(config, env, run, state, start)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def work(config: Config, env, run: Run, state: TrainState, start: int, recorder: Recorder) -> None:
+    """Train, unless it is only to evaluate, then evaluate."""
+    _, train_key, eval_key = run.keys()
+    if not run.eval:
+        started = time.perf_counter()
+        save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
+        compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
+        size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in state._asdict().items()}
+        parts = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in size.items() if count >= 1e5)
+        print(f"compiled in {time.perf_counter() - started:.1f} s; {parts}", flush=True)
+        recorder.start()
+        state, _ = jax.block_until_ready(compiled(state, train_key))
+        jax.effects_barrier()
+
+    each_seed = lambda pair: evaluate(config, env, *pair, run.episodes, run.deterministic)  # noqa: E731
+    figures, trajectory = jax.jit(partial(jax.lax.map, each_seed))((state, eval_key))
+    print(env)
+    for s in range(run.num_seeds):
+        print(evaluation_line(run.seed + s, {name: figures[name][s] for name in env.figures}))
+    trajectory = jax.tree.map(lambda x: np.asarray(x[0]), trajectory)
+    print(env.text_map(trajectory))
+    if run.render:
+        env.draw(trajectory, run.render)
+        print(f"drawn to {run.render}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+    logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
+    worker, recorder = ThreadPoolExecutor(1), None
+    try:
+        *prepared, recorder = worker.submit(prepare, argv).result()
+        worker.submit(work, *prepared, recorder).result()
+    except KeyboardInterrupt:
+        print(f"interrupted: {recorder.saved if recorder else 'nothing was written'}", file=sys.stderr, flush=True)
+        os._exit(130)
+    except (jax.errors.JaxRuntimeError, OSError) as error:  # such as a failed write: the text ends with the cause
+        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}; {recorder.saved}")
+
+
+if __name__ == "__main__":
+    main()
