@@ -692,6 +692,8 @@ def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> t
     source, checkpoint, saved, free = known.resume or known.eval, None, {}, set()
     if source:
         checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
+        if known.resume and not Path(known.resume).is_dir():
+            raise ValueError(f"--resume must be the folder of a run, got {known.resume}")
         saved, free = saved_settings(checkpoint[0], known.resume)
         parser.set_defaults(env=saved["env"])
     classes = Config, environments()[saved.get("env", known.env)], Run
@@ -903,8 +905,9 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
         save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
         compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
         size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in state._asdict().items()}
-        parts = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in size.items() if count >= 1e5)
-        print(f"compiled in {time.perf_counter() - started:.1f} s; {parts}", flush=True)
+        parts = ", ".join(f"{name} {count / 1e6:.1f}" for name, count in size.items() if count >= 5e4)
+        print(f"state of {sum(size.values()) / 1e6:.1f} MB: {parts}")
+        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
         recorder.start()
         state, _ = jax.block_until_ready(compiled(state, train_key))
         jax.effects_barrier()

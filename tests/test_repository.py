@@ -16,9 +16,8 @@ import time
 import tomllib
 from dataclasses import asdict, fields
 from difflib import unified_diff
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -36,8 +35,9 @@ SCRIPTS = [name for name, module in MODULES.items() if hasattr(module, "Config")
 TASKS = [(script, name) for script in SCRIPTS for name in MODULES[script].environments()]
 REQUIREMENTS = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines()]
 # Copied on purpose, so that a script stands alone: a change to one copy is a change to all.
-SHARED = """Trunk Critic small_linear compute_gae make_optimizer train check_range
-    Run parse_settings Recorder load_checkpoint check_same_shapes evaluation_line main run_interruptible"""
+SHARED = """Trunk small_linear compute_gae make_optimizer check_range
+    Normalizer init_normalizer update_normalizer normalize perceive
+    train networks first_non_finite init_state_from_checkpoint evaluate"""
 DOCUMENTED = "--grid 10 --n-agents 4 --outer 3 --grad-steps 3 --pop 8 --flock scripted --rollouts 4"
 # A script finds only what lies beside it, has no missing device to warn of, compiles fast and does not wrap its help.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -84,6 +84,14 @@ def test_copies_of_a_definition_are_equal(name):
     first, *others = (inspect.getsource(getattr(MODULES[file], name)).splitlines() for file in files)
     for file, other in zip(files[1:], others, strict=True):
         diff = "\n".join(unified_diff(first, other, files[0], file, lineterm=""))
+        assert not diff, diff
+
+
+def test_last_section_is_equal_in_all_scripts():
+    first, *others = (re.split(r"# --- \d+\. running: .*\n", inspect.getsource(MODULES[name]))[1] for name in SCRIPTS)
+    assert len(others) == 3
+    for other in others:
+        diff = "\n".join(unified_diff(first.splitlines(), other.splitlines(), lineterm=""))
         assert not diff, diff
 
 
@@ -195,8 +203,10 @@ def documented(tmp_path_factory) -> tuple[list[str], Path]:
 
 
 def test_run_prints_aligned_lines_the_evaluation_and_the_map(documented):
-    (compiled, header, *iterations, evaluation), city = documented[0][:6], documented[0][6:]
+    (size, compiled, header, *iterations, task, evaluation), city = documented[0][:8], documented[0][8:]
+    assert re.fullmatch(r"state of \d\.\d MB: policy \d\.\d, critic \d\.\d, optimizer_state \d\.\d", size)
     assert re.fullmatch(r"compiled in \d+\.\d s", compiled)
+    assert task == str(envs.Coverage(grid=10))
     ends = [[cell.end() for cell in re.finditer(r"\S+", line)] for line in (header, *iterations)]
     assert ends == [ends[0]] * 4  # every cell ends where its header does
     for i, (line, row) in enumerate(zip(iterations, metrics(documented[1]), strict=True), 1):
@@ -221,10 +231,12 @@ def test_run_folder_is_complete(documented):
     _, folder = documented
     assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.csv", "checkpoint.eqx"}
     header = checkpoint_header(folder)
-    assert (header["iteration"], header["seed"]) == (3, 0)
+    assert (header["format"], header["iteration"], header["run"]["seed"], header["run"]["num_seeds"]) == (1, 3, 0, 1)
     for saved in (header, json.loads((folder / "config.json").read_text())):
         assert saved["config"] == asdict(merl.Config(outer=3, grad_steps=3, pop=8, rollouts=4))
         assert (saved["script"], saved["env"]) == ("merl.py", {"Coverage": asdict(envs.Coverage(grid=10))})
+    assert saved["command"] == ["merl.py", *DOCUMENTED.split(), "--run-dir", str(folder)]
+    assert saved["versions"]["jax"] == jax.__version__ and "commit" in saved
 
     rows = [list(row.items()) for row in metrics(folder)]
     assert len(rows) == 3
@@ -260,11 +272,11 @@ def test_interrupted_run_of_copied_scripts_leaves_complete_files(documented, tmp
     folder, interrupt = tmp_path / "run", lambda process: process.send_signal(signal.SIGINT)
     argv = "--outer 99999 --grad-steps 1 --num-minibatches 1 --num-epochs 1 --seed 1 --lr 1e-12 --es-lr 0 --init-from "
     code, err = stop_in_mid_run(tmp_path, "merl.py envs.py es.py", argv + str(documented[1]), interrupt)
-    assert code == 130 and re.fullmatch(r"interrupted: .+\n", err)
+    assert code == 130 and re.fullmatch(r"interrupted: the checkpoint of iteration \d+ is in run\n", err)
     *rows, end = (folder / "metrics.csv").read_text().split("\n")
     assert end == "" and {row.count(",") for row in rows} == {rows[0].count(",")}
     assert checkpoint_header(folder)["iteration"] in (len(rows) - 2, len(rows) - 1)  # one row is the header
-    saved, origin = (jax.tree.leaves(merl.load_checkpoint(path).policy) for path in (folder, documented[1]))
+    saved, origin = (jax.tree.leaves(merl.load_checkpoint(path)[1].policy) for path in (folder, documented[1]))
     assert all(np.allclose(*pair, atol=1e-6) for pair in zip(saved, origin, strict=True))  # its steps are all but zero
 
 
@@ -274,7 +286,8 @@ def test_failing_write_ends_the_run_with_its_cause(tmp_path):
         (tmp_path / "run").touch()
 
     code, err = stop_in_mid_run(tmp_path, "es.py envs.py", "--generations 99999", stop)
-    assert code == 1 and re.fullmatch(r"stopped: \w+Error: .*checkpoint.*", err.splitlines()[-1])
+    assert code == 1
+    assert re.fullmatch(r"stopped: \w+Error: .*checkpoint.tmp.*; the checkpoint of iteration \d+ is in run\n", err)
 
 
 def test_es_works_without_any_other_file(tmp_path):
@@ -308,7 +321,10 @@ REFUSALS = {  # what the line says: arguments
     "{flag} must be a checkpoint of merl.py, {value}/checkpoint.eqx is one of es.py": "--init-from DIR/es",
     "{flag} must have the same architecture, {value} has ": "--init-from DIR/other",
     "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below",
-    "{flag} must be a folder without a run, {value} holds one": "--run-dir DIR/merl",
+    "{flag} must be a folder without a run, {value} holds one; see --resume": "--run-dir DIR/merl",
+    "{flag} must be a .png or .gif file in a folder that exists, got {value}": "--render a.jpg, --render DIR/no/a.png",
+    "{flag} must be at least 2, got {value}": "--episodes 1",
+    "--num-seeds must be 2 as in {value}, got 1": "--init-from DIR/two",
 }
 BAD = {argument: message for message, arguments in REFUSALS.items() for argument in arguments.split(", ")}
 
@@ -317,14 +333,17 @@ BAD = {argument: message for message, arguments in REFUSALS.items() for argument
 def inputs(tmp_path_factory) -> Path:
     """A folder with things to point --init-from and --run-dir at."""
     folder, env = tmp_path_factory.mktemp("inputs"), envs.Coverage()
-    for name, script, config in (("merl", merl, {}), ("other", merl, {"n_goals": 9}), ("es", es, {})):
-        config = script.Config(**config)
-        saved = {"script": f"{script.__name__}.py", "config": asdict(config), "env": {"Coverage": asdict(env)}}
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(saved))
-        recorder = SimpleNamespace(run=script.Run(), settings=saved, folder=folder / name)
-        script.Recorder.save(recorder, 0, script.init_state(config, env, jax.random.key(0)))
+    runs = {"merl": (merl, {}, 1), "other": (merl, {"n_goals": 9}, 1), "es": (es, {}, 1), "two": (merl, {}, 2)}
+    for name, (script, config, num_seeds) in runs.items():
+        config, run_dir = script.Config(**config), str(folder / name)
+        run = script.Run(num_seeds=num_seeds, run_dir=run_dir)
+        state = jax.vmap(partial(script.init_state, config, env))(run.keys()[0])
+        recorder = script.Recorder(config, env, run, state, 0)
+        recorder.save(0, state)
+        recorder.rows.close()
     content = (folder / "merl" / "checkpoint.eqx").read_bytes()
+    (folder / "newer").mkdir()
+    (folder / "newer" / "checkpoint.eqx").write_bytes(content.replace(b'"format": 1', b'"format": 2', 1))
     arrays = content.index(b"\n") + 1
     for name, end in {"in_header": 99, "after_header": arrays, "in_arrays": arrays + 9999, "by_a_byte": -1}.items():
         (folder / f"cut_{name}").write_bytes(content[:end])
@@ -333,18 +352,58 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("argument", BAD)
-def test_bad_input_is_refused_in_one_line_before_anything_happens(argument, inputs, capsys, monkeypatch):
-    argv = argument.replace("DIR", str(inputs)).split()
+RESUME = {
+    "{source} DIR/missing": "{source} must be a checkpoint, DIR/missing cannot be read: No such file or directory",
+    "{source} DIR/cut_in_arrays": "{source} must be a checkpoint, DIR/cut_in_arrays is not a complete one of merl.py",
+    "{source} DIR/es": "{source} must be a checkpoint of merl.py, DIR/es/checkpoint.eqx is one of es.py",
+    "{source} DIR/newer": "{source} must be of format 1, DIR/newer/checkpoint.eqx is of 2: update merl.py",
+    "{source} DIR/merl --lr 0.5": "--lr must be left out, DIR/merl has 0.001; got 0.5",
+    "{source} DIR/merl --num-seeds 2": "--num-seeds must be left out, DIR/merl has 1; got 2",
+    "{source} DIR/merl --init-from DIR/other": "--init-from must be left out, DIR/merl has None; got DIR/other",
+    "--resume DIR/merl --seed 1": "--seed must be left out, DIR/merl has 0; got 1",
+    "--resume DIR/merl --grid 9": "--grid must be left out, DIR/merl has 16; got 9",
+    "--resume DIR/merl --outer 59": "--outer must be left out, DIR/merl has 60; got 59",
+    "--resume DIR/merl --eval DIR/other": "--eval must be left out, DIR/merl has None; got DIR/other",
+    "--resume DIR/merl/checkpoint.eqx": "--resume must be the folder of a run, got DIR/merl/checkpoint.eqx",
+    "--eval DIR/merl --outer 70": "--outer must be left out, DIR/merl has 60; got 70",
+    "--eval DIR/merl --run-dir DIR/new": "--run-dir must be left out, DIR/merl has None; got DIR/new",
+}
+RESUME = {
+    line.format(source=source): message.format(source=source)
+    for source in ("--resume", "--eval")
+    for line, message in RESUME.items()
+}
+
+
+def refused(argv: str, inputs: Path, capsys, monkeypatch) -> str:
+    """The one line with which merl.py refuses arguments; nothing is compiled and no file changes."""
     content = lambda: {path: path.is_file() and path.read_bytes() for path in inputs.rglob("*")}  # noqa: E731
     before = content()
     monkeypatch.setattr(merl, "train", None)  # nothing to compile
     with pytest.raises(SystemExit) as stopped:
-        merl.main(argv if argv[0] == "--run-dir" else [*argv, "--run-dir", str(inputs / "new")])
+        merl.main(argv.split())
     out, err = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "")
-    assert re.fullmatch(rf"\S+: error: .*{re.escape(BAD[argument].format(flag=argv[0], value=argv[1]))}.*\n", err)
-    assert content() == before
+    assert (stopped.value.code, out, content()) == (2, "", before)
+    return re.fullmatch(r"\S+: error: (.*)\n", err)[1]
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_input_is_refused_in_one_line_before_anything_happens(argument, inputs, capsys, monkeypatch):
+    flag, value = argument.replace("DIR", str(inputs)).split()
+    argv = f"{flag} {value}" if flag == "--run-dir" else f"{flag} {value} --run-dir {inputs}/new"
+    assert BAD[argument].format(flag=flag, value=value) in refused(argv, inputs, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("argument", RESUME)
+def test_resume_and_evaluation_refuse_what_does_not_fit(argument, inputs, capsys, monkeypatch):
+    argv, message = (text.replace("DIR", str(inputs)) for text in (argument, RESUME[argument]))
+    assert refused(argv, inputs, capsys, monkeypatch) == message
+
+
+def test_drawing_without_matplotlib_is_refused(inputs, capsys, monkeypatch):
+    monkeypatch.setattr(merl, "find_spec", lambda name: None)
+    line = refused(f"--render {inputs}/a.png", inputs, capsys, monkeypatch)
+    assert line == "--render needs matplotlib, which is not installed: pip install matplotlib"
 
 
 @pytest.mark.parametrize("command", ["merl.py --grid 0", "es.py --pop 7"])

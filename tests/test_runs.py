@@ -1,0 +1,175 @@
+"""Runs that last: seeds, resuming after a kill, evaluation, loading elsewhere, drawing, numbers that are not finite."""
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_repository import ENVIRONMENT, MODULES, ROOT, metrics, run
+
+ITERATIONS = 200
+TASKS = {  # with so many iterations of the smallest size
+    "ppo_ctde": "--env rendezvous --num-envs 2 --num-steps 4 --num-minibatches 1 --hidden 4 --total-timesteps 1600",
+    "sac_shared_critic": "--max-steps 5 --num-envs 2 --num-steps 4 --learning-starts 20 --buffer-size 50 "
+    "--batch-size 4 --hidden 4 --total-timesteps 1600",
+}
+COMMON = "--num-seeds 2 --seed 3 --episodes 8 --save-every 7"
+
+
+def printed(*argv, cwd: Path = ROOT) -> list[str]:
+    """The lines of a command that must not fail."""
+    code, out, err = run(*argv, cwd=cwd)
+    assert (code, err) == (0, "")
+    return out.splitlines()
+
+
+def evaluation(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("evaluation")]
+
+
+def outcome(folder: Path, script: str) -> tuple:
+    """Iteration and leaves of the checkpoint, and the rows without the columns of the clock."""
+    header, state = MODULES[script].load_checkpoint(folder)
+    rows = [list(row.items())[:-2] for row in metrics(folder)]
+    return header["iteration"], [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], rows
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def finished(request, tmp_path_factory) -> tuple[str, Path, list[str]]:
+    """A script, the folder of a run of two seeds, and what it printed."""
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    argv = f"{request.param}.py {TASKS[request.param]} {COMMON} --run-dir {folder}"
+    return request.param, folder, printed(*argv.split())
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+def test_rows_and_lines_carry_the_seed(finished):
+    _, folder, out = finished
+    rows = metrics(folder)
+    count = range(1, ITERATIONS + 1)
+    assert [(row["seed"], row["iteration"]) for row in rows] == [(seed, str(i)) for i in count for seed in "34"]
+    for seed in "34":
+        assert [int(row["env_steps"]) for row in rows if row["seed"] == seed] == [8 * i for i in count]
+    loss = next(name for name in rows[0] if name.endswith("loss"))
+    assert rows[-1][loss] != rows[-2][loss]
+    line = next(line for line in out if line.strip().startswith(f"{ITERATIONS}/"))
+    last = out[2].split()[-2]  # column in front of the time left
+    value = [float(row[last]) for row in rows[-2:]]
+    assert re.search(re.escape(f" {np.mean(value):.2f} ± {np.std(value):.2f} "), line)
+    assert [line.split()[1] for line in evaluation(out)] == ["seed=3", "seed=4"]
+
+
+def test_each_seed_behaves_as_it_would_alone(finished):
+    """To rounding in the first update; later ones may drift apart, as sums are taken in another order."""
+    script, folder, _ = finished
+    module = MODULES[script]
+    config, env = module.saved_task(module.load_checkpoint(folder)[0])
+    init_keys, train_keys, _ = module.Run(seed=3, num_seeds=2).keys()
+    start = jax.vmap(partial(module.init_state, config, env))(init_keys)
+    state, row = module.train(config, env, start, train_keys, stop=1)
+    both = jax.tree.map(lambda x: x[1], state), jax.tree.map(lambda x: x[:, 1], row)
+    init_key, train_key, _ = (keys[0] for keys in module.Run(seed=4).keys())  # noqa: SIM118
+    single = module.train(config, env, module.init_state(config, env, init_key), train_key, stop=1)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), both, single)
+
+
+# --- resuming -------------------------------------------------------------------------------------
+def kill_at_random(argv: list[str], folder: Path) -> None:
+    """Start a run and kill it (SIGKILL) in one of its iterations, after the first checkpoint."""
+    rows = 2 * random.randint(8, 3 * ITERATIONS // 4)
+    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    deadline, path = time.monotonic() + 300, folder / "metrics.csv"
+    while not path.exists() or path.read_bytes().count(b"\n") < rows:
+        assert process.poll() is None and time.monotonic() < deadline
+    process.kill()
+    process.wait()
+
+
+def test_run_that_is_killed_and_resumed_ends_bit_for_bit_like_one_that_never_stopped(finished, tmp_path):
+    script, whole, out = finished
+    folder = tmp_path / "run"
+    kill_at_random(f"{script}.py {TASKS[script]} {COMMON} --run-dir {folder}".split(), folder)
+    assert outcome(folder, script)[0] < ITERATIONS
+    resumed = printed(f"{script}.py", "--resume", folder)
+    assert outcome(folder, script) == outcome(whole, script)
+    assert evaluation(resumed) == evaluation(out)
+    seconds = [float(row["seconds"]) for row in metrics(folder)]
+    assert seconds == sorted(seconds)  # the clock goes on
+    # resumed once more, with nothing left to do, it only evaluates
+    again = printed(f"{script}.py", "--resume", folder)
+    assert evaluation(again) == evaluation(out)
+    assert outcome(folder, script) == outcome(whole, script)
+
+
+def test_longer_run_continues_the_finished_one(finished, tmp_path):
+    script, whole, _ = finished
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    out = printed(f"{script}.py", "--resume", folder, "--total-timesteps", 1616)
+    assert [line.split()[0] for line in out if "/202 " in line] == ["201/202", "202/202"]
+    iteration, _, rows = outcome(folder, script)
+    assert (iteration, len(rows)) == (202, 404)
+    assert rows[:400] == outcome(whole, script)[2]
+
+
+# --- evaluation, loading, drawing -----------------------------------------------------------------
+def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(finished):
+    script, folder, out = finished
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    again = printed(f"{script}.py", "--eval", folder, "--episodes", 8)
+    assert again[0] == next(line for line in out if "(n_agents=" in line)  # what the numbers belong to
+    assert evaluation(again) == evaluation(out)
+    assert before == {path: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_policy_loads_where_there_is_only_the_script_and_the_environments(finished, tmp_path):
+    script, folder, _ = finished
+    module = MODULES[script]
+    for file in (f"{script}.py", "envs.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    shutil.copy(folder / "checkpoint.eqx", tmp_path)
+    code = f"""import json, jax, {script}
+header, _ = {script}.load_checkpoint("checkpoint.eqx")
+_, env = {script}.saved_task(header)
+observation, _ = env.reset(jax.random.key(5))
+policy = {script}.load_policy("checkpoint.eqx", index=1)
+print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.key(6)).tolist()]))"""
+    modes, sampled = eval(printed("-c", code, cwd=tmp_path)[0])
+    header, state = module.load_checkpoint(folder)
+    config, env = module.saved_task(header)
+    trained = jax.tree.map(lambda x: x[1], state)
+    observation, _ = env.reset(jax.random.key(5))
+    for action, key, deterministic in ((modes, jax.random.key(0), True), (sampled, jax.random.key(6), False)):
+        expected = module.select_action(config, env, trained, observation, key, deterministic)
+        np.testing.assert_allclose(action, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", ["png", "gif"])
+def test_drawing(finished, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    script, folder, _ = finished
+    path = tmp_path / f"episode.{suffix}"
+    assert printed(f"{script}.py", "--eval", folder, "--render", path, "--episodes", 8)[-1] == f"drawn to {path}"
+    assert path.read_bytes()[:4] == {"png": b"\x89PNG", "gif": b"GIF8"}[suffix]
+
+
+# --- failure --------------------------------------------------------------------------------------
+def test_run_stops_where_a_parameter_is_not_finite_and_keeps_the_checkpoint_before(tmp_path):
+    folder = tmp_path / "run"
+    argv = f"ppo_ctde.py {TASKS['ppo_ctde']} --num-epochs 1 --save-every 1 --lr 1e37 --run-dir {folder}"
+    code, _, err = run(*argv.split())
+    assert code == 1
+    cause, saved = re.fullmatch(r"stopped: FloatingPointError: (\S+) is not finite; (.+)\n", err).groups()
+    assert re.match(r"(actor|critic)\.", cause)
+    iteration = re.fullmatch(r"the checkpoint of iteration (\d+) is in .+", saved)[1]
+    assert len(metrics(folder)) == int(iteration) + 1
+    header, state = MODULES["ppo_ctde"].load_checkpoint(folder)
+    assert header["iteration"] == int(iteration)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.actor, state.critic)))
