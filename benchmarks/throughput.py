@@ -1,14 +1,19 @@
-"""Env steps per second of the parts of merl.py, on grids of growing size at N = 4: `python benchmarks/throughput.py`.
+"""Speed of the parts: `python benchmarks/throughput.py`. All figures are medians of 7 calls after one warm-up call.
 
-Prints the median of 7 timed calls after one warm-up call. `world` is the environment alone under random moves,
+merl.py on grids of growing size at N = 4, in env steps per second: `world` is the environment alone under random moves,
 `rollout` adds the policy and the record that PPO learns from, `update` is the rest of a PPO step on that record,
 `population` one generation of the evolution strategy.
+
+sac_shared_critic.py on Spread with 3 agents, 256 rows per agent, two layers of 128: env steps and gradient steps per
+second; a gradient step learns from the batches of all agents. If rejax is installed, its SAC with the same batch and
+network follows, one agent on Pendulum, one gradient step per env step; the two are called in turns.
 """
 
 import argparse
 import sys
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -18,18 +23,20 @@ import jax
 import jax.numpy as jnp
 
 import merl
-from envs import Coverage
+import sac_shared_critic as sac
+from envs import Coverage, Spread
 
 
-def seconds(function, *arguments) -> float:
-    """Median wall time of a call."""
-    compiled = jax.jit(function).lower(*arguments).compile()
-    times = []
+def seconds(*calls: tuple) -> list[float]:
+    """Median wall time of each call (function, *arguments); the calls take turns."""
+    compiled = [jax.jit(function).lower(*arguments).compile() for function, *arguments in calls]
+    times = [[] for _ in calls]
     for _ in range(8):
-        started = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        times.append(time.perf_counter() - started)
-    return median(times[1:])
+        for call, (_, *arguments), record in zip(compiled, calls, times, strict=True):
+            started = time.perf_counter()
+            jax.block_until_ready(call(*arguments))
+            record.append(time.perf_counter() - started)
+    return [median(record[1:]) for record in times]
 
 
 def world(env: Coverage, episodes: int, key):
@@ -47,27 +54,51 @@ def world(env: Coverage, episodes: int, key):
     return jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))[1]
 
 
+def merl_parts(grids: list[int], n_agents: int) -> None:
+    config, key = merl.Config(), jax.random.key(0)
+    print(f"merl.py: {config.rollouts} episodes, N = {n_agents}")
+    print("grid   world/s  rollout/s   update/s  population/s  world us/robot  rollout us/robot")
+    for grid in grids:
+        env = Coverage(grid=grid, n_agents=n_agents)
+        state = merl.init_state(config, env, key)
+        steps = config.rollouts * env.horizon
+        (world_time,) = seconds((partial(world, env, config.rollouts), key))
+        (rollout_time,) = seconds((partial(merl.collect, state.policy, config, env), key))
+        (step_time,) = seconds((partial(merl.ppo_step, config, env), state, key))
+        (population_time,) = seconds((partial(merl.evolve_selector, config, env), state, key))
+        times = world_time, rollout_time, step_time - rollout_time, population_time / config.pop
+        row = "{:4}  {:8,.0f}  {:9,.0f}  {:9,.0f}  {:12,.0f}".format(grid, *(steps / spent for spent in times))
+        per_robot = (1e6 * spent / steps / env.n_agents for spent in (world_time, rollout_time))
+        print(row + "  {:14.2f}  {:16.2f}".format(*per_robot), flush=True)
+
+
+def sac_parts(steps: int = 200) -> None:
+    config, env = sac.Config(batch_size=256, hidden=128, num_steps=steps), Spread()
+    state = sac.init_state(config, env, jax.random.key(0))
+    calls = [(partial(sac.train_step, config, env), state, jax.random.key(1))]
+    if find_spec("rejax"):
+        import rejax
+
+        settings = {"env": "Pendulum-v1", "num_envs": 1, "batch_size": 256, "fill_buffer": steps}
+        settings |= {"total_timesteps": 2 * steps, "eval_freq": 2 * steps, "buffer_size": config.buffer_size}
+        other = rejax.SAC.create(**settings, hidden_layer_sizes=(128, 128)).replace(eval_callback=lambda *_: ())
+        calls.append((lambda key: other.train(key)[0], jax.random.key(2)))
+    ours, *rest = seconds(*calls)
+    speed = steps / ours
+    print(f"sac_shared_critic.py: {speed * config.num_envs:,.0f} env steps/s, {speed:,.0f} gradient steps/s,", end=" ")
+    print(f"{env.n_agents * speed:,.0f} agent batches/s")
+    for theirs in rest:
+        print(f"rejax: {steps / theirs:,.0f} gradient steps/s of one agent batch each")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--n-agents", type=int, default=4)
     arguments = parser.parse_args()
-
-    config, key = merl.Config(), jax.random.key(0)
-    print(f"jax {jax.__version__}, {jax.devices()[0].platform}, {config.rollouts} episodes, N = {arguments.n_agents}")
-    print("grid   world/s  rollout/s   update/s  population/s  world us/robot  rollout us/robot")
-    for grid in arguments.grids:
-        env = Coverage(grid=grid, n_agents=arguments.n_agents)
-        state = merl.init_state(config, env, key)
-        steps = config.rollouts * env.horizon
-        world_time = seconds(partial(world, env, config.rollouts), key)
-        rollout_time = seconds(partial(merl.collect, state.policy, config, env), key)
-        update_time = seconds(partial(merl.ppo_step, config, env), state, key) - rollout_time
-        population_time = seconds(partial(merl.evolve_selector, config, env), state, key)
-        speeds = steps / world_time, steps / rollout_time, steps / update_time, config.pop * steps / population_time
-        per_robot = (1e6 * spent / steps / env.n_agents for spent in (world_time, rollout_time))
-        row = "{:4}  {:8,.0f}  {:9,.0f}  {:9,.0f}  {:12,.0f}".format(grid, *speeds)
-        print(row + "  {:14.2f}  {:16.2f}".format(*per_robot), flush=True)
+    print(f"jax {jax.__version__}, {jax.devices()[0].platform}")
+    merl_parts(arguments.grids, arguments.n_agents)
+    sac_parts()
 
 
 if __name__ == "__main__":

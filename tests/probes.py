@@ -56,7 +56,7 @@ class Probe:
 
     def step(self, key, state, action):
         one = jnp.ones(self.n_agents)
-        choice = action[:, 0] if self.continuous_actions else 2.0 * action - 1  # in [-1, 1]
+        choice = jnp.clip(action[:, 0], -1, 1) if self.continuous_actions else 2.0 * action - 1  # in [-1, 1]
         reward = {
             "constant": one,
             "endless": one,

@@ -10,6 +10,15 @@ import ppo_ctde
 from envs import AgentObservation, Coverage, Rendezvous
 from ppo_ctde import Config
 
+
+class Dear(Probe):
+    """Every step costs 0.7."""
+
+    def step(self, key, state, action):
+        time_step, state = super().step(key, state, action)
+        return time_step._replace(cost=jnp.asarray(0.7)), state
+
+
 SMALL = Config(total_timesteps=64, num_envs=4, num_steps=8, num_minibatches=2, hidden=8)
 
 
@@ -20,18 +29,18 @@ def run(config, env, seed=0):
 
 # --- learning ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("kind", "seen", "value", "normalize"),
+    ("kind", "seen", "value", "normalize", "continuous"),
     [
-        ("constant", [(0, 0)], [1.0], True),
-        ("endless", [(0, 0)], [2.0], True),  # 1 / (1 - gamma): truncation must not cut the bootstrap
-        ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0], True),
-        ("delayed", [(0, 0), (0, 1)], [0.5, 1.0], True),  # gamma, then 1
-        ("action", [(0, 0)], [1.0], True),
-        ("both", [(-1, 0), (1, 0)], [1.0, 1.0], True),
-        ("both", [(-1, 0), (1, 0)], [1.0, 1.0], False),
+        ("constant", [(0, 0)], [1.0], True, False),
+        ("endless", [(0, 0)], [2.0], True, False),  # 1 / (1 - gamma): truncation must not cut the bootstrap
+        ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0], True, False),
+        ("delayed", [(0, 0), (0, 1)], [0.5, 1.0], True, False),  # gamma, then 1
+        ("action", [(0, 0)], [1.0], True, False),
+        ("both", [(-1, 0), (1, 0)], [1.0, 1.0], True, False),
+        ("both", [(-1, 0), (1, 0)], [1.0, 1.0], False, True),
     ],
 )
-def test_probe_values(kind, seen, value, normalize):
+def test_probe_values(kind, seen, value, normalize, continuous):
     config = Config(
         total_timesteps=16_000,
         num_envs=32,
@@ -42,14 +51,17 @@ def test_probe_values(kind, seen, value, normalize):
         normalize=normalize,
         num_minibatches=4,
     )
-    state, _ = run(config, Probe(kind))
+    state, _ = run(config, Probe(kind, continuous_actions=continuous))
     observation = AgentObservation(jnp.array(seen, float))
     np.testing.assert_allclose(ppo_ctde.evaluate_state(config, state, observation), value, atol=0.1)
     if kind in ("action", "both"):
         shown = ppo_ctde.perceive(config, state, observation).observation
-        probability = jnp.exp(jax.vmap(state.actor)(shown).log_probs)
-        right = [1] if kind == "action" else [0, 1]
-        assert (probability[jnp.arange(len(right)), jnp.array(right)] > 0.9).all()
+        choice = jax.vmap(state.actor)(shown)
+        if continuous:
+            np.testing.assert_allclose(jnp.clip(choice.mode(), -1, 1)[:, 0], [-1, 1], atol=0.1)
+        else:
+            right = jnp.array([1] if kind == "action" else [0, 1])
+            assert (jnp.exp(choice.log_prob(right)) > 0.9).all()
 
 
 def test_joint_critic_explains_the_return_and_a_local_one_does_not():
@@ -160,6 +172,22 @@ def test_masked_actions_have_no_probability_and_entropy_stays_finite(rollout):
     assert set(np.unique(draws)) == {0, 2, 4}
 
 
+def test_gaussian_density_entropy_and_samples():
+    """Against double precision, and against the moments of samples."""
+    mean, log_std = jnp.array([0.5, -2.0]), jnp.array([-1.0, 0.5])
+    choice = ppo_ctde.Gaussian(mean, log_std)
+    std = np.exp(np.asarray(log_std, np.float64))
+    action = np.array([0.1, 3.0])
+    density = np.exp(-np.square(action - mean) / (2 * std**2)) / np.sqrt(2 * np.pi * std**2)
+    np.testing.assert_allclose(choice.log_prob(action), np.log(density).sum(), rtol=1e-5)
+    np.testing.assert_allclose(choice.entropy(), np.log(std * np.sqrt(2 * np.pi * np.e)).sum(), rtol=1e-5)
+    sample = jax.vmap(choice.sample)(jax.random.split(jax.random.key(0), 20_000))
+    np.testing.assert_allclose(sample.mean(0), mean, atol=0.05)
+    np.testing.assert_allclose(sample.std(0), std, rtol=0.03)
+    np.testing.assert_allclose(-choice.log_prob(sample).mean(), choice.entropy(), atol=0.03)
+    np.testing.assert_array_equal(choice.mode(), mean)
+
+
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4, 900], list(range(100, 1000, 100))])
 def test_normalizer_equals_numpy_on_any_split(cuts):
     rows = np.random.default_rng(0).normal(5.0, [[1.0, 1000.0]], (1000, 2)).astype(np.float32)
@@ -208,6 +236,16 @@ def test_normalizer_is_updated_once_per_iteration_from_raw_observations():
     # the second feature is the share of time left: 1.0, 0.9, .., 0.1 in every episode
     np.testing.assert_allclose(state.normalizer.mean.observation[1], 0.55, rtol=1e-5)
     np.testing.assert_allclose(state.normalizer.variance.observation[1], np.var(np.arange(1, 11) / 10), rtol=1e-4)
+
+
+def test_multiplier_does_not_depend_on_the_number_of_environments():
+    """All agents pay the same cost in every environment: the step of the multiplier is that of one."""
+    for num_envs in (2, 16):
+        config = Config(
+            total_timesteps=8 * num_envs, num_envs=num_envs, num_steps=8, num_minibatches=2, hidden=8, cost_limit=0.1
+        )
+        _, metrics = run(config, Dear("constant"))
+        np.testing.assert_allclose(metrics["lagrange_multiplier"], [1 + 0.1 * (0.7 - 0.1)], rtol=1e-6)
 
 
 def test_multiplier_follows_the_violation_and_is_never_negative():
