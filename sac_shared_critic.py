@@ -75,15 +75,15 @@ EVAL_EPISODES, EVAL_DETERMINISTIC = 1000, True
 class Config:
     """Hyperparameters; each field is a flag, its comment the help text."""
 
-    total_timesteps: int = 3_200_000  # env steps of the whole run, rounded down to whole iterations
+    total_timesteps: int = 960_000  # env steps of the whole run, rounded down to whole iterations
     num_envs: int = 16  # environments side by side
     num_steps: int = 1000  # steps per iteration in each environment, each followed by a gradient step
     learning_starts: int = 10_000  # env steps with random actions that fill the buffer before the first iteration
     buffer_size: int = 100_000  # env steps that the replay buffer holds
-    batch_size: int = 256  # rows per agent in a gradient step
+    batch_size: int = 128  # rows per agent in a gradient step
     hidden: int = 128  # width of the two hidden layers
     lr: float = 1e-3  # Adam step size, falls linearly to a tenth
-    gamma: float = 0.95  # discount
+    gamma: float = 0.7  # discount
     tau: float = 0.005  # share of the critics that their targets take over per gradient step
     alpha_init: float = 0.1  # temperature at the start
     max_grad_norm: float = 10.0  # global gradient norm
@@ -504,12 +504,12 @@ def init_state(config: Config, env, key: Array) -> TrainState:
     """A fresh team, and `learning_starts` random env steps in the buffer. Raises ValueError if agents do not fit."""
     check_agents(env)
     team_key, reset_key, fill_key = jax.random.split(key, 3)
-    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, config.num_envs))
+    reset_keys = jax.random.split(reset_key, config.num_envs)
+    observation, env_state = jax.vmap(env.reset)(reset_keys)
     episode = zero_sums(env, config.num_envs)
     action = jnp.zeros((config.num_envs, env.n_agents, env.action_size))
-    keys = jax.random.split(reset_key, config.num_envs)
-    step = jax.vmap(partial(interact, env))
-    _, (transition, *_) = jax.eval_shape(step, (observation, env_state, episode), action, keys)
+    each_team = jax.vmap(partial(interact, env))
+    _, (transition, *_) = jax.eval_shape(each_team, (observation, env_state, episode), action, reset_keys)
     state = TrainState(
         team=init_team(config, env, observation, team_key),
         normalizer=init_normalizer(observation),

@@ -310,10 +310,10 @@ def test_actor_climbs_its_critic_and_pays_for_its_certainty(state, batch):
 # --- replay buffer --------------------------------------------------------------------------------
 @pytest.mark.parametrize(("capacity", "insert"), [(10, 4), (7, 3), (8, 4), (5, 5)])
 def test_buffer_keeps_the_last_rows_whole(capacity, insert):
-    """Every leaf of a row holds the number of the row."""
+    """Every leaf of a row holds the number of the row, from 1 on."""
 
     def rows(start, count):
-        number = jnp.arange(start, start + count, dtype=float)
+        number = 1 + jnp.arange(start, start + count, dtype=float)
         coded = lambda *shape: jnp.broadcast_to(number.reshape(-1, *[1] * len(shape)), (count, *shape))  # noqa: E731
         observation = AgentObservation(coded(2, 3), coded(2, 5))
         return sac.Transition(observation, coded(2, 1), coded(2), coded(2), coded(2), observation)
@@ -325,7 +325,7 @@ def test_buffer_keeps_the_last_rows_whole(capacity, insert):
         written = min(insert * (i + 1), capacity)
         assert buffer.size == written
         stored = sorted(np.asarray(buffer.row.reward[:written, 0]).astype(int).tolist())
-        assert stored == list(range(insert * (i + 1) - written, insert * (i + 1)))
+        assert stored == list(range(insert * (i + 1) - written + 1, insert * (i + 1) + 1))
         drawn = sac.sample(buffer, key(i), 500)
         seen = set(np.asarray(drawn.reward[:, 0]).astype(int).tolist())
         assert seen == set(stored)  # only written rows, and all of them
