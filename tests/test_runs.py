@@ -102,10 +102,6 @@ def test_run_that_is_killed_and_resumed_ends_bit_for_bit_like_one_that_never_sto
     assert evaluation(resumed) == evaluation(out)
     seconds = [float(row["seconds"]) for row in metrics(folder)]
     assert seconds == sorted(seconds)  # the clock goes on
-    # resumed once more, with nothing left to do, it only evaluates
-    again = printed(f"{script}.py", "--resume", folder)
-    assert evaluation(again) == evaluation(out)
-    assert outcome(folder, script) == outcome(whole, script)
 
 
 def test_longer_run_continues_the_finished_one(finished, tmp_path):
