@@ -416,7 +416,7 @@ def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> t
     for name in saved.keys() - free:
         if values[name] != saved[name] and not (known.resume and name == LENGTH and values[name] > saved[name]):
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be left out, {source} has {saved[name] or None}; got {values[name]}")
+            raise ValueError(f"{flag} must be left out, {source} has {saved[name]!r}; got {values[name]!r}")
     settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
     return *settings, checkpoint
 

@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUNGS = (
     ("16x16/4", "--grid 16 --n-agents 4"),
-    ("24x24/6", "--grid 24 --n-agents 6 --total-timesteps 4_800_000 --cost-limit 0.036"),
-    ("32x32/10", "--grid 32 --n-agents 10 --total-timesteps 4_800_000 --cost-limit 0.055"),
+    ("24x24/6", "--grid 24 --n-agents 6 --total-timesteps 3_200_000 --cost-limit 0.045"),
+    ("32x32/10", "--grid 32 --n-agents 10 --total-timesteps 3_200_000"),
 )
 
 

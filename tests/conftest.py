@@ -6,6 +6,13 @@ import pytest
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def free_programs():
+    """Compiled programs hold memory maps, of which a process may have only so many."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def optimized():
     jax.config.update("jax_disable_most_optimizations", False)

@@ -238,14 +238,10 @@ def test_normalizer_is_updated_once_per_iteration_from_raw_observations():
     np.testing.assert_allclose(state.normalizer.variance.observation[1], np.var(np.arange(1, 11) / 10), rtol=1e-4)
 
 
-def test_multiplier_does_not_depend_on_the_number_of_environments():
-    """All agents pay the same cost in every environment: the step of the multiplier is that of one."""
-    for num_envs in (2, 16):
-        config = Config(
-            total_timesteps=8 * num_envs, num_envs=num_envs, num_steps=8, num_minibatches=2, hidden=8, cost_limit=0.1
-        )
-        _, metrics = run(config, Dear("constant"))
-        np.testing.assert_allclose(metrics["lagrange_multiplier"], [1 + 0.1 * (0.7 - 0.1)], rtol=1e-6)
+def test_multiplier_moves_by_the_mean_cost_however_many_environments_there_are():
+    config = Config(total_timesteps=128, num_envs=16, num_steps=8, num_minibatches=2, hidden=8, cost_limit=0.1)
+    _, metrics = run(config, Dear("constant"))
+    np.testing.assert_allclose(metrics["lagrange_multiplier"], [1 + 0.1 * (0.7 - 0.1)], rtol=1e-6)
 
 
 def test_multiplier_follows_the_violation_and_is_never_negative():
@@ -259,19 +255,15 @@ def test_multiplier_follows_the_violation_and_is_never_negative():
     assert (metrics["lagrange_multiplier"][5:] == 0).all()
 
 
-def test_training_in_two_parts_is_bit_equal_and_no_key_is_used_twice():
+def test_seed_decides_and_no_key_is_used_twice():
     env = Rendezvous()
-    init_key, key = jax.random.split(jax.random.key(3))
     config = Config(total_timesteps=128, num_envs=4, num_steps=8, num_minibatches=2, hidden=8)
-    start = ppo_ctde.init_state(config, env, init_key)
-    with jax.debug_key_reuse(True):
-        whole, _ = ppo_ctde.train(config, env, start, key)
-    half, _ = ppo_ctde.train(config, env, start, key, stop=2)
-    rest, metrics = ppo_ctde.train(config, env, half, key, start=2)
-    assert metrics["cost"].shape == (2,)
-    jax.tree.map(np.testing.assert_array_equal, whole, rest)
-    other, _ = ppo_ctde.train(config, env, start, jax.random.key(4))
-    assert (np.asarray(other.actor.head.weight) != np.asarray(whole.actor.head.weight)).any()
+    start = ppo_ctde.init_state(config, env, jax.random.key(3))
+    with jax.debug_key_reuse(True):  # raises when the program is built
+        train = ppo_ctde.train.lower(config, env, start, jax.random.key(0)).compile()
+    first, again, other = (train(start, jax.random.key(seed))[0] for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert (np.asarray(other.actor.head.weight) != np.asarray(first.actor.head.weight)).any()
 
 
 def test_warm_start_across_grid_and_team_size_and_refusal(tmp_path):
@@ -281,11 +273,10 @@ def test_warm_start_across_grid_and_team_size_and_refusal(tmp_path):
     recorder = ppo_ctde.Recorder(SMALL, small, ppo_ctde.Run(run_dir=str(tmp_path)), saved, 0)
     recorder.save(0, jax.tree.map(lambda x: x[None], saved))  # of one seed
     loaded = ppo_ctde.init_state_from_checkpoint(SMALL, large, jax.random.key(9), tmp_path)
-    fresh = ppo_ctde.init_state(SMALL, large, jax.random.key(9))
     for name in ("actor", "critic", "normalizer"):
         jax.tree.map(np.testing.assert_array_equal, getattr(loaded, name), getattr(saved, name))
-    for name in ("optimizer_state", "lagrange_multiplier", "env_state"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(loaded, name), getattr(fresh, name))
+    assert all(not leaf.any() for leaf in jax.tree.leaves(loaded.optimizer_state))
+    assert loaded.lagrange_multiplier == SMALL.lagrange_init and loaded.env_state.owner.shape == (4, 9, 9)
     wider = ppo_ctde.dataclasses.replace(SMALL, hidden=9)
     with pytest.raises(ValueError, match=r"actor.*\(8, \d+\) instead of \(9, \d+\)"):
         ppo_ctde.init_state_from_checkpoint(wider, large, jax.random.key(9), tmp_path)

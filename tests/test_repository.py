@@ -1,10 +1,12 @@
 """The repository as a newcomer meets it: pinned copies, style, README, command line, run folder, interruption."""
 
 import ast
+import contextlib
 import csv
 import importlib
 import importlib.metadata
 import inspect
+import io
 import json
 import os
 import re
@@ -39,9 +41,9 @@ SHARED = """Trunk small_linear compute_gae make_optimizer check_range
     Normalizer init_normalizer update_normalizer normalize perceive
     train networks first_non_finite init_state_from_checkpoint evaluate"""
 DOCUMENTED = "--grid 10 --n-agents 4 --outer 3 --grad-steps 3 --pop 8 --flock scripted --rollouts 4"
-# A script finds only what lies beside it, has no missing device to warn of, compiles fast and does not wrap its help.
+# A script finds only what lies beside it, has no missing device to warn of and compiles fast.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-ENVIRONMENT |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "1000"}
+ENVIRONMENT |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def run(*argv, cwd: Path = ROOT) -> tuple[int, str, str]:
@@ -70,8 +72,11 @@ def flags(text: str) -> set[str]:
 @cache
 def help_entries(script: str, env: str) -> dict[str, str]:
     """What --help says of each flag."""
-    code, out, err = run(f"{script}.py", "--env", env, "--help")
-    assert (code, err) == (0, "")
+    out = io.StringIO()
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "1000")  # no wrapping
+        MODULES[script].main(["--env", env, "--help"])
+    out = out.getvalue()
     entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", out)[1:]]
     return {flag: entry for entry in entries for flag in flags(entry)}
 
@@ -353,25 +358,21 @@ def inputs(tmp_path_factory) -> Path:
 
 
 RESUME = {
-    "{source} DIR/missing": "{source} must be a checkpoint, DIR/missing cannot be read: No such file or directory",
-    "{source} DIR/cut_in_arrays": "{source} must be a checkpoint, DIR/cut_in_arrays is not a complete one of merl.py",
-    "{source} DIR/es": "{source} must be a checkpoint of merl.py, DIR/es/checkpoint.eqx is one of es.py",
-    "{source} DIR/newer": "{source} must be of format 1, DIR/newer/checkpoint.eqx is of 2: update merl.py",
-    "{source} DIR/merl --lr 0.5": "--lr must be left out, DIR/merl has 0.001; got 0.5",
-    "{source} DIR/merl --num-seeds 2": "--num-seeds must be left out, DIR/merl has 1; got 2",
-    "{source} DIR/merl --init-from DIR/other": "--init-from must be left out, DIR/merl has None; got DIR/other",
+    "--eval DIR/missing": "--eval must be a checkpoint, DIR/missing cannot be read: No such file or directory",
+    "--resume DIR/missing": "--resume must be a checkpoint, DIR/missing cannot be read: No such file or directory",
+    "--resume DIR/cut_in_arrays": "--resume must be a checkpoint, DIR/cut_in_arrays is not a complete one of merl.py",
+    "--eval DIR/es": "--eval must be a checkpoint of merl.py, DIR/es/checkpoint.eqx is one of es.py",
+    "--resume DIR/newer": "--resume must be of format 1, DIR/newer/checkpoint.eqx is of 2: update merl.py",
+    "--resume DIR/merl/checkpoint.eqx": "--resume must be the folder of a run, got DIR/merl/checkpoint.eqx",
+    "--resume DIR/merl --lr 0.5": "--lr must be left out, DIR/merl has 0.001; got 0.5",
+    "--resume DIR/merl --num-seeds 2": "--num-seeds must be left out, DIR/merl has 1; got 2",
+    "--resume DIR/merl --init-from DIR/other": "--init-from must be left out, DIR/merl has ''; got 'DIR/other'",
     "--resume DIR/merl --seed 1": "--seed must be left out, DIR/merl has 0; got 1",
     "--resume DIR/merl --grid 9": "--grid must be left out, DIR/merl has 16; got 9",
     "--resume DIR/merl --outer 59": "--outer must be left out, DIR/merl has 60; got 59",
-    "--resume DIR/merl --eval DIR/other": "--eval must be left out, DIR/merl has None; got DIR/other",
-    "--resume DIR/merl/checkpoint.eqx": "--resume must be the folder of a run, got DIR/merl/checkpoint.eqx",
+    "--resume DIR/merl --eval DIR/other": "--eval must be left out, DIR/merl has ''; got 'DIR/other'",
     "--eval DIR/merl --outer 70": "--outer must be left out, DIR/merl has 60; got 70",
-    "--eval DIR/merl --run-dir DIR/new": "--run-dir must be left out, DIR/merl has None; got DIR/new",
-}
-RESUME = {
-    line.format(source=source): message.format(source=source)
-    for source in ("--resume", "--eval")
-    for line, message in RESUME.items()
+    "--eval DIR/merl --run-dir DIR/new": "--run-dir must be left out, DIR/merl has ''; got 'DIR/new'",
 }
 
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -41,12 +41,27 @@ def outcome(folder: Path, script: str) -> tuple:
     return header["iteration"], [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], rows
 
 
-@pytest.fixture(scope="module", params=TASKS)
-def finished(request, tmp_path_factory) -> tuple[str, Path, list[str]]:
-    """A script, the folder of a run of two seeds, and what it printed."""
-    folder = tmp_path_factory.mktemp(request.param) / "run"
-    argv = f"{request.param}.py {TASKS[request.param]} {COMMON} --run-dir {folder}"
-    return request.param, folder, printed(*argv.split())
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """script -> (script, the folder of a run of two seeds, what it printed)"""
+
+    @cache
+    def run_of(script: str) -> tuple[str, Path, list[str]]:
+        folder = tmp_path_factory.mktemp(script) / "run"
+        return script, folder, printed(*f"{script}.py {TASKS[script]} {COMMON} --run-dir {folder}".split())
+
+    return run_of
+
+
+@pytest.fixture(params=TASKS)
+def finished(request, run_of):
+    return run_of(request.param)
+
+
+@pytest.fixture
+def continued(run_of):
+    """The script that compiles fastest; what is left to test is the same code in all."""
+    return run_of("ppo_ctde")
 
 
 # --- seeds ----------------------------------------------------------------------------------------
@@ -66,9 +81,9 @@ def test_rows_and_lines_carry_the_seed(finished):
     assert [line.split()[1] for line in evaluation(out)] == ["seed=3", "seed=4"]
 
 
-def test_each_seed_behaves_as_it_would_alone(finished):
+def test_each_seed_behaves_as_it_would_alone(continued):
     """To rounding in the first update; later ones may drift apart, as sums are taken in another order."""
-    script, folder, _ = finished
+    script, folder, _ = continued
     module = MODULES[script]
     config, env = module.saved_task(module.load_checkpoint(folder)[0])
     init_keys, train_keys, _ = module.Run(seed=3, num_seeds=2).keys()
@@ -104,8 +119,8 @@ def test_run_that_is_killed_and_resumed_ends_bit_for_bit_like_one_that_never_sto
     assert seconds == sorted(seconds)  # the clock goes on
 
 
-def test_longer_run_continues_the_finished_one(finished, tmp_path):
-    script, whole, _ = finished
+def test_longer_run_continues_the_finished_one(continued, tmp_path):
+    script, whole, _ = continued
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     out = printed(f"{script}.py", "--resume", folder, "--total-timesteps", 1616)
@@ -116,8 +131,8 @@ def test_longer_run_continues_the_finished_one(finished, tmp_path):
 
 
 # --- evaluation, loading, drawing -----------------------------------------------------------------
-def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(finished):
-    script, folder, out = finished
+def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(continued):
+    script, folder, out = continued
     before = {path: path.read_bytes() for path in folder.iterdir()}
     again = printed(f"{script}.py", "--eval", folder, "--episodes", 8)
     assert again[0] == next(line for line in out if "(n_agents=" in line)  # what the numbers belong to
@@ -125,8 +140,8 @@ def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(finished):
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_policy_loads_where_there_is_only_the_script_and_the_environments(finished, tmp_path):
-    script, folder, _ = finished
+def test_policy_loads_where_there_is_only_the_script_and_the_environments(continued, tmp_path):
+    script, folder, _ = continued
     module = MODULES[script]
     for file in (f"{script}.py", "envs.py"):
         shutil.copy(ROOT / file, tmp_path)
@@ -148,9 +163,9 @@ print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.k
 
 
 @pytest.mark.parametrize("suffix", ["png", "gif"])
-def test_drawing(finished, tmp_path, suffix):
+def test_drawing(continued, tmp_path, suffix):
     pytest.importorskip("matplotlib")
-    script, folder, _ = finished
+    script, folder, _ = continued
     path = tmp_path / f"episode.{suffix}"
     assert printed(f"{script}.py", "--eval", folder, "--render", path, "--episodes", 8)[-1] == f"drawn to {path}"
     assert path.read_bytes()[:4] == {"png": b"\x89PNG", "gif": b"GIF8"}[suffix]
