@@ -96,22 +96,26 @@ def test_each_seed_behaves_as_it_would_alone(continued):
 
 
 # --- resuming -------------------------------------------------------------------------------------
-def kill_at_random(argv: list[str], folder: Path) -> None:
-    """Start a run and kill it (SIGKILL) in one of its iterations, after the first checkpoint."""
-    rows = 2 * random.randint(8, 3 * ITERATIONS // 4)
-    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    deadline, path = time.monotonic() + 300, folder / "metrics.csv"
+def kill_at_random(folder: Path, *argv) -> None:
+    """Start or resume a run and kill it (SIGKILL) in one of its next iterations, after the first checkpoint."""
+    path = folder / "metrics.csv"
+    written = path.read_bytes().count(b"\n") if path.exists() else 0
+    rows = written + 2 * random.randint(8, ITERATIONS // 3)
+    process = subprocess.Popen([sys.executable, *map(str, argv)], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
     while not path.exists() or path.read_bytes().count(b"\n") < rows:
         assert process.poll() is None and time.monotonic() < deadline
     process.kill()
     process.wait()
 
 
-def test_run_that_is_killed_and_resumed_ends_bit_for_bit_like_one_that_never_stopped(finished, tmp_path):
-    script, whole, out = finished
+def test_run_that_is_killed_twice_ends_bit_for_bit_like_one_that_never_stopped(run_of, tmp_path):
+    script, whole, out = run_of("sac_shared_critic")
     folder = tmp_path / "run"
-    kill_at_random(f"{script}.py {TASKS[script]} {COMMON} --run-dir {folder}".split(), folder)
-    assert outcome(folder, script)[0] < ITERATIONS
+    kill_at_random(folder, f"{script}.py", *TASKS[script].split(), *COMMON.split(), "--run-dir", folder)
+    first, _, _ = outcome(folder, script)
+    kill_at_random(folder, f"{script}.py", "--resume", folder)
+    assert first <= outcome(folder, script)[0] < ITERATIONS
     resumed = printed(f"{script}.py", "--resume", folder)
     assert outcome(folder, script) == outcome(whole, script)
     assert evaluation(resumed) == evaluation(out)

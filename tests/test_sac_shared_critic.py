@@ -19,6 +19,7 @@ SMALL = Config(
     total_timesteps=64, num_envs=4, num_steps=8, learning_starts=20, buffer_size=50, batch_size=6, hidden=8, lr=0.01
 )
 ENV = Spread(n_agents=3, max_steps=5)
+ACTOR_STEP = jax.jit(partial(sac.actor_step, SMALL))
 
 
 def key(i=0):
@@ -90,7 +91,7 @@ def test_probe_values(kind, seen, value):
 def test_shared_critic_learns_rendezvous():
     """Two agents that see only themselves meet in the middle; random ones end 0.7 apart."""
     config = Config(
-        total_timesteps=32_000,
+        total_timesteps=16_000,
         num_envs=16,
         num_steps=500,
         learning_starts=1_000,
@@ -272,7 +273,7 @@ def test_temperature_rises_when_the_entropy_is_below_its_target(state, log_std, 
     last = eqx.tree_at(lambda last: last.bias, last, last.bias.at[2:].set(log_std))
     agent = agent._replace(actor=eqx.tree_at(lambda actor: actor.network.layers[-1], agent.actor, last))
     observation = AgentObservation(jnp.zeros((5, 18)), jnp.zeros((5, 54)))
-    after, metrics = jax.jit(partial(sac.actor_step, SMALL))(agent, observation, jax.random.normal(key(), (5, 2)))
+    after, metrics = ACTOR_STEP(agent, observation, jax.random.normal(key(), (5, 2)))
     assert (metrics["entropy"] < -2) == (direction == 1)
     assert np.sign(after.log_alpha - agent.log_alpha) == direction
 
