@@ -8,7 +8,6 @@ import argparse
 import csv
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,16 +39,15 @@ def outcome(folder: Path) -> tuple[bytes, list]:
     return leaves, [row[:-2] for row in csv.reader((folder / "metrics.csv").open())]
 
 
-def kill_and_resume(script: str, whole: Path, folder: Path, longest: float) -> int:
-    """Kill a run at a random moment between its first checkpoint and its end, resume it; -> where it resumed from."""
-    command, alive = [sys.executable, ROOT / script], False
-    while not (alive and (folder / "checkpoint.eqx").exists()):
-        shutil.rmtree(folder, ignore_errors=True)
-        process = subprocess.Popen([*command, *TASKS[script].split(), "--run-dir", folder], stdout=subprocess.DEVNULL)
-        time.sleep(random.uniform(0, longest))
-        alive = process.poll() is None
-        process.kill()
-        process.wait()
+def kill_and_resume(script: str, whole: Path, folder: Path) -> int:
+    """Kill a run in a random iteration after its first checkpoint, resume it; -> the iteration it resumed from."""
+    command, rows = [sys.executable, ROOT / script], folder / "metrics.csv"
+    wanted = random.randint(15, len(outcome(whole)[1]) - 15)
+    process = subprocess.Popen([*command, *TASKS[script].split(), "--run-dir", folder], stdout=subprocess.DEVNULL)
+    while not rows.exists() or rows.read_bytes().count(b"\n") < wanted:
+        time.sleep(random.uniform(0, 0.01))
+    process.kill()
+    process.wait()
     header = json.loads((folder / "checkpoint.eqx").read_bytes().split(b"\n")[0])
     subprocess.run([*command, "--resume", folder], check=True, stdout=subprocess.DEVNULL)
     assert outcome(folder) == outcome(whole), f"{script} resumed from iteration {header['iteration']} ended elsewhere"
@@ -57,15 +55,12 @@ def kill_and_resume(script: str, whole: Path, folder: Path, longest: float) -> i
 
 
 def kills(count: int, folder: Path) -> None:
-    longest = {}
     for script, argv in TASKS.items():
-        started = time.perf_counter()
         command = [sys.executable, ROOT / script, *argv.split(), "--run-dir", folder / script]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        longest[script] = time.perf_counter() - started
     for i in range(count):
         script = list(TASKS)[i % len(TASKS)]
-        iteration = kill_and_resume(script, folder / script, folder / f"kill-{i}", longest[script])
+        iteration = kill_and_resume(script, folder / script, folder / f"kill-{i}")
         print(f"kill {i + 1}/{count}: {script} resumed from iteration {iteration}, equal bit for bit", flush=True)
 
 
@@ -86,7 +81,10 @@ def callbacks(folder: Path) -> None:
             jax.effects_barrier()
             record.append(time.perf_counter() - started)
     with_callbacks, without = map(median, times)
-    print(f"callbacks: {100 * (with_callbacks / without - 1):.1f} % of a run of 40 iterations ({without:.1f} s)")
+    print(
+        f"callbacks: {100 * (with_callbacks / without - 1):.1f} % of a run of 40 iterations ({without:.1f} s)",
+        flush=True,
+    )
 
 
 def checkpoint(folder: Path) -> None:
@@ -100,7 +98,7 @@ def checkpoint(folder: Path) -> None:
         recorder.save(i, state)
         times.append(time.perf_counter() - started)
     size = (folder / "checkpoint" / "checkpoint.eqx").stat().st_size / 1e6
-    print(f"checkpoint of {size:.0f} MB: {median(times):.2f} s")
+    print(f"checkpoint of {size:.0f} MB: {median(times):.2f} s", flush=True)
 
 
 def first_line() -> None:
@@ -109,7 +107,9 @@ def first_line() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     while not next(process.stdout).lstrip().startswith("1/"):
         pass
-    print(f"merl.py: {time.perf_counter() - started:.1f} s to the line of the first round, compiling included")
+    print(
+        f"merl.py: {time.perf_counter() - started:.1f} s to the line of the first round, compiling included", flush=True
+    )
     process.kill()
 
 
