@@ -61,7 +61,7 @@ def kills(count: int, folder: Path) -> None:
     for i in range(count):
         script = list(TASKS)[i % len(TASKS)]
         iteration = kill_and_resume(script, folder / script, folder / f"kill-{i}")
-        print(f"kill {i + 1}/{count}: {script} resumed from iteration {iteration}, equal bit for bit", flush=True)
+        print(f"kill {i + 1}/{count}: {script} resumed from iteration {iteration}, equal bit for bit")
 
 
 def callbacks(folder: Path) -> None:
@@ -81,10 +81,7 @@ def callbacks(folder: Path) -> None:
             jax.effects_barrier()
             record.append(time.perf_counter() - started)
     with_callbacks, without = map(median, times)
-    print(
-        f"callbacks: {100 * (with_callbacks / without - 1):.1f} % of a run of 40 iterations ({without:.1f} s)",
-        flush=True,
-    )
+    print(f"callbacks: {100 * (with_callbacks / without - 1):.1f} % of a run of 40 iterations ({without:.1f} s)")
 
 
 def checkpoint(folder: Path) -> None:
@@ -98,7 +95,7 @@ def checkpoint(folder: Path) -> None:
         recorder.save(i, state)
         times.append(time.perf_counter() - started)
     size = (folder / "checkpoint" / "checkpoint.eqx").stat().st_size / 1e6
-    print(f"checkpoint of {size:.0f} MB: {median(times):.2f} s", flush=True)
+    print(f"checkpoint of {size:.0f} MB: {median(times):.2f} s")
 
 
 def first_line() -> None:
@@ -107,9 +104,7 @@ def first_line() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     while not next(process.stdout).lstrip().startswith("1/"):
         pass
-    print(
-        f"merl.py: {time.perf_counter() - started:.1f} s to the line of the first round, compiling included", flush=True
-    )
+    print(f"merl.py: {time.perf_counter() - started:.1f} s to the line of the first round, compiling included")
     process.kill()
 
 
@@ -117,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     arguments = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
     with tempfile.TemporaryDirectory() as folder:
         first_line()
         callbacks(Path(folder))
