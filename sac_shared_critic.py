@@ -361,7 +361,7 @@ def update_critics(config: Config, team: Team, key: Array, batch: Transition) ->
     return team._replace(critics=critics), metrics
 
 
-def actor_loss(learner: tuple[Actor, Array], twins: Critic, observation: AgentObservation, noise: Array):
+def actor_loss(learner: tuple[Actor, Array], twins: Critic, observation: AgentObservation, noise: Array) -> tuple:
     """Losses of one agent's actor and temperature, rows [B, ...], noise [B, A]. (Haarnoja et al. 2018, eq. 7, 18)"""
     actor, log_alpha = learner
     action, log_prob = jax.vmap(partial(sample_action, actor))(observation.observation, noise)
@@ -432,8 +432,11 @@ def select_action(
     return act(config, state, observation, key, deterministic)[0]
 
 
-def interact(env, carry: tuple, action: Array, key: Array):
-    """One step of a team; carry = (AgentObservation, env_state, EpisodeSums). -> carry, (Transition, done, figures)"""
+def interact(env, carry: tuple, action: Array, key: Array) -> tuple[tuple, tuple]:
+    """One step of a team with action [N, A]; carry = (AgentObservation, env_state, EpisodeSums).
+
+    Returns (carry, (Transition, done, figures)).
+    """
     observation, env_state, episode = carry
     time_step, env_state, next_observation = step_autoreset(env, key, env_state, action)
     each_agent = partial(jnp.broadcast_to, shape=time_step.reward.shape)
