@@ -134,6 +134,7 @@ ZOOM_SCALES = (3, 9, 27)  # box sides in cells of the far field: each level surr
 
 class CoverageState(NamedTuple):
     position: Array  # [N, 2] row, column
+    last_move: Array  # [N, 2] change of position in the last step
     owner: Array  # [H, W] index of the robot that covered the cell first, -1: not covered
     wall: Array  # [H, W] bool
     belief: Array  # [N, H, W] bool, the cells that a robot knows to be covered
@@ -207,6 +208,7 @@ class Coverage:
         row, column = position.T
         state = CoverageState(
             position=position,
+            last_move=jnp.zeros_like(position),
             owner=jnp.full(wall.shape, -1).at[row, column].set(robot),
             wall=wall,
             belief=jnp.zeros((self.n_agents, *wall.shape), bool).at[robot, row, column].set(True),
@@ -225,6 +227,7 @@ class Coverage:
         belief, heard, heard_time = self._gossip(state, position)
         state = CoverageState(
             position=position,
+            last_move=position - state.position,
             owner=state.owner.at[row, column].max(jnp.where(first, robot, -1)),
             wall=state.wall,
             belief=belief.at[robot, row, column].set(True),
@@ -284,9 +287,9 @@ class Coverage:
         farthest teammate in range, zeros if there is none.
         """
         start = 3 * (2 * self.view_r + 1) ** 2 + 16 * len(ZOOM_SCALES)
-        slot = observation[..., start : start + 3 * self.n_nearest + 3]
+        slot = observation[..., start : start + 5 * self.n_nearest + 5]
         in_cells = jnp.array([self.comm_r, self.comm_r, 1])
-        nearest, weakest = jnp.round(in_cells * slot[..., :3]), jnp.round(in_cells * slot[..., -3:])
+        nearest, weakest = jnp.round(in_cells * slot[..., :3]), jnp.round(in_cells * slot[..., -5:-2])
         return nearest.at[..., 2].set(slot[..., 2] == 1), weakest
 
     def text_map(self, trajectory: CoverageState) -> str:
@@ -358,6 +361,7 @@ class Coverage:
             self._window(state, unknown),
             self._far_field(state.position, unknown),
             self._teammates(state),
+            state.last_move.astype(jnp.float32),
             time_left,
         )
         observation = jnp.concatenate(view, -1)
@@ -395,24 +399,26 @@ class Coverage:
         return jnp.concatenate([share, around > 0], -1).reshape(self.n_agents, -1)
 
     def _teammates(self, state: CoverageState) -> Array:
-        """The nearest teammates, then the weakest link, then the own soft degree. [N, 3 n_nearest + 4]
+        """The nearest teammates, then the weakest link, then the own soft degree. [N, 5 n_nearest + 6]
 
-        A listed teammate is (row offset / comm_r, column offset / comm_r, 1 / (1 + age of the news)), the last is 1 for
-        one in range; those come first. The weakest link is the farthest teammate in range. Zeros where there is none.
-        The degree is the strength of all signals received, which fades with distance and does not end at comm_r.
+        A listed teammate is (row offset / comm_r, column offset / comm_r, 1 / (1 + age of the news), row and column of
+        its last move); the third is 1 for one in range, those come first, and only their moves are known. The weakest
+        link is the farthest teammate in range. Zeros where there is none. The degree is the strength of all signals
+        received, which fades with distance and does not end at comm_r.
         """
         itself = jnp.eye(self.n_agents, dtype=bool)
         age = state.time - state.heard_time
         offset = (state.heard - state.position[:, None]) / self.comm_r
         distance = jnp.abs(offset).max(-1)
-        teammate = jnp.concatenate([offset, 1 / (1 + age)[..., None]], -1) * ~itself[..., None]
+        last_move = jnp.where(age[..., None] > 0, 0, state.last_move)
+        teammate = jnp.concatenate([offset, 1 / (1 + age)[..., None], last_move], -1) * ~itself[..., None]
 
         order = jnp.argsort(jnp.where(itself, jnp.inf, distance + 1e3 * (age > 0)), axis=1)[:, : self.n_nearest]
         nearest = jnp.take_along_axis(teammate, order[..., None], 1).reshape(self.n_agents, -1)
-        nearest = jnp.pad(nearest, ((0, 0), (0, 3 * self.n_nearest - nearest.shape[1])))
+        nearest = jnp.pad(nearest, ((0, 0), (0, 5 * self.n_nearest - nearest.shape[1])))
         farthest = jnp.where(itself | (age > 0), -1.0, distance).argmax(1)
         link = jnp.take_along_axis(teammate, farthest[:, None, None], 1)[:, 0]
-        link = link * (link[:, 2:] == 1)  # with nobody in range the maximum fell on a stale entry
+        link = link * (link[:, 2:3] == 1)  # with nobody in range the maximum fell on a stale entry
         degree = (self._link_weight(state.position) * ~itself).sum(1, keepdims=True)
         return jnp.concatenate([nearest, link, degree / 4], -1)
 

@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -76,9 +77,8 @@ def ask(theta: Array, config: ESConfig, key: Array) -> Array:
 def centered_ranks(fitness: Array) -> Array:
     """Ranks scaled to [-0.5, 0.5], [P] -> [P]. Ties share their mean rank, NaN is worst."""
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
-    ordered = jnp.sort(fitness)
-    below = jnp.searchsorted(ordered, fitness, side="left")
-    not_above = jnp.searchsorted(ordered, fitness, side="right")
+    below = (fitness < fitness[:, None]).sum(1)
+    not_above = (fitness <= fitness[:, None]).sum(1)
     return (below + not_above - 1) / 2 / (fitness.size - 1) - 0.5
 
 
@@ -199,16 +199,16 @@ def play(config: Config, env, state: TrainState, key: Array, episodes: int) -> t
     """Whole episodes, sampled actions; -> (reward [T, E, N], cost [T, E])"""
     reset_key, step_key = jax.random.split(key)
 
-    def step(carry, key):
+    def step(carry, keys):
         observation, env_state = carry
-        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        act_key, env_key = keys
         choose = partial(select_action, config, env, state, deterministic=False)
         action = jax.vmap(choose)(observation, act_key)
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
         return (time_step.observation, env_state), (time_step.reward, time_step.cost)
 
     start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
-    return jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))[1]
+    return jax.lax.scan(step, start, jax.random.split(step_key, (env.horizon, 2, episodes)))[1]
 
 
 def team_fitness(state: TrainState, config: Config, env, key: Array, theta: Array) -> Array:
@@ -272,7 +272,7 @@ def train(
 
 def networks(state: TrainState) -> dict[str, Any]:
     """What --init-from takes over from another run."""
-    return {name: getattr(state, name) for name in NETWORKS}
+    return {name: attrgetter(name)(state) for name in NETWORKS}
 
 
 def first_non_finite(tree: Any) -> Array:
@@ -294,7 +294,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     saved, fresh = networks(saved), networks(state)
     check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
-    state = state._replace(**saved)
+    state = eqx.tree_at(lambda state: list(networks(state).values()), state, list(saved.values()))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
@@ -306,9 +306,9 @@ def evaluate(
     reset_key, step_key = jax.random.split(key)
     observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
 
-    def step(carry, key):
+    def step(carry, keys):
         observation, env_state, over = carry
-        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        act_key, env_key = keys
         choose = partial(select_action, config, env, state, deterministic=deterministic)
         action = jax.vmap(choose)(observation, act_key)
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
@@ -317,7 +317,8 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)

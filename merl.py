@@ -43,6 +43,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -236,19 +237,20 @@ def act(
     policy: Policy,
     config: Config,
     env: Coverage,
-    observation: Array,
-    action_mask: Array,
+    observation: AgentObservation,
     key: Array,
     deterministic: bool = False,
 ) -> tuple[Array, Choice]:
-    """Sample a skill, then a goal, or take the likeliest, and move there. [O], [5] mask -> (action [], Choice)"""
+    """Each robot samples a skill, then a goal, or takes the likeliest, and moves there; -> (action [N], Choice [N])"""
     skill_key, goal_key = jax.random.split(key)
-    draw = (lambda key, log_prob: log_prob.argmax()) if deterministic else jax.random.categorical
-    skill_log_prob, goal_log_prob = choice_log_probs(policy, config, env, observation, action_mask)
+    draw = (lambda key, log_prob: log_prob.argmax(-1)) if deterministic else jax.random.categorical
+    log_probs = jax.vmap(partial(choice_log_probs, policy, config, env))
+    skill_log_prob, goal_log_prob = log_probs(observation.observation, observation.action_mask)  # [N, 3], [N, 3, K]
+    robot = jnp.arange(env.n_agents)
     skill = draw(skill_key, skill_log_prob)
-    goal = draw(goal_key, goal_log_prob[skill])
-    action = controller(make_stencil(config), goal, action_mask)
-    return action, Choice(skill, goal, skill_log_prob[skill] + goal_log_prob[skill, goal])
+    goal = draw(goal_key, goal_log_prob[robot, skill])
+    action = jax.vmap(partial(controller, make_stencil(config)))(goal, observation.action_mask)
+    return action, Choice(skill, goal, skill_log_prob[robot, skill] + goal_log_prob[robot, skill, goal])
 
 
 # --- 4. rollout -----------------------------------------------------------------------------------
@@ -267,9 +269,7 @@ def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, key: A
     """One step of one team; carry = (AgentObservation, env_state). -> (carry, (Transition, TimeStep))"""
     observation, env_state = carry
     act_key, step_key = jax.random.split(key)
-    act_keys = jax.random.split(act_key, env.n_agents)
-    each_robot = jax.vmap(partial(act, policy, config, env))
-    action, choice = each_robot(observation.observation, observation.action_mask, act_keys)
+    action, choice = act(policy, config, env, observation, act_key)
     time_step, next_state = env.step(step_key, env_state, action)
 
     reward = time_step.reward
@@ -293,12 +293,12 @@ def rollout(policy: Policy, config: Config, env: Coverage, key: Array, episodes:
     reset_key, step_key = jax.random.split(key)
     each_team = jax.vmap(partial(interact, policy, config, env))
 
-    def step(carry, key):
-        carry, outcome = each_team(carry, jax.random.split(key, episodes))
+    def step(carry, keys):
+        carry, outcome = each_team(carry, keys)
         return carry, keep(*outcome)
 
     start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
-    (final, _), kept = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    (final, _), kept = jax.lax.scan(step, start, jax.random.split(step_key, (env.horizon, episodes)))
     return kept, final
 
 
@@ -388,22 +388,22 @@ class TrainState(NamedTuple):
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Adam behind a global norm clip; one update per minibatch."""
     schedule = optax.linear_schedule(config.lr, config.lr / 10, config.optimizer_steps)
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5))
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5)))
 
 
-def update_minibatch(config: Config, env: Coverage, carry: tuple, batch: Batch) -> tuple[tuple, dict]:
-    """One optimizer step; carry = ((policy, critic), optimizer_state)."""
+def minibatch_rows(config: Config, rows: int, key: Array) -> Array:
+    """Every row once per epoch, in random order. [num_epochs x num_minibatches, rows / num_minibatches]"""
+    order = jax.random.uniform(key, (config.num_epochs, rows)).argsort(1)
+    return order.reshape(config.num_epochs * config.num_minibatches, -1)
+
+
+def update_minibatch(config: Config, env: Coverage, batch: Batch, carry: tuple, row: Array) -> tuple[tuple, dict]:
+    """One optimizer step on these rows of a batch; carry = ((policy, critic), optimizer_state)."""
     networks, optimizer_state = carry
-    (_, metrics), gradient = jax.value_and_grad(ppo_loss, has_aux=True)(networks, config, env, batch)
+    minibatch = jax.tree.map(lambda x: x[row], batch)
+    (_, metrics), gradient = jax.value_and_grad(ppo_loss, has_aux=True)(networks, config, env, minibatch)
     update, optimizer_state = make_optimizer(config).update(gradient, optimizer_state)
     return (optax.apply_updates(networks, update), optimizer_state), metrics
-
-
-def update_epoch(config: Config, env: Coverage, batch: Batch, carry: tuple, key: Array) -> tuple[tuple, dict]:
-    """One pass over the rows [B, ...] in random order."""
-    order = jax.random.permutation(key, batch.target.shape[0])
-    minibatches = jax.tree.map(lambda x: x[order].reshape(config.num_minibatches, -1, *x.shape[1:]), batch)
-    return jax.lax.scan(partial(update_minibatch, config, env), carry, minibatches)
 
 
 def ppo_step(config: Config, env: Coverage, state: TrainState, key: Array) -> tuple[TrainState, dict]:
@@ -421,9 +421,9 @@ def ppo_step(config: Config, env: Coverage, state: TrainState, key: Array) -> tu
 
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), Batch(transition, advantage, target))  # [T E, ...]
     (networks, optimizer_state), losses = jax.lax.scan(
-        partial(update_epoch, config, env, batch),
+        partial(update_minibatch, config, env, batch),
         ((state.policy, state.critic), state.optimizer_state),
-        jax.random.split(update_key, config.num_epochs),
+        minibatch_rows(config, batch.target.shape[0], update_key),
     )
 
     # Projected dual ascent: the price rises while the constraint is violated and is never negative.
@@ -476,9 +476,7 @@ def select_action(
     config: Config, env: Coverage, state: TrainState, observation: AgentObservation, key: Array, deterministic: bool
 ) -> Array:
     """Actions of a team in evaluation."""
-    keys = jax.random.split(key, env.n_agents)
-    each_robot = jax.vmap(partial(act, state.policy, config, env, deterministic=deterministic))
-    return each_robot(observation.observation, observation.action_mask, keys)[0]
+    return act(state.policy, config, env, observation, key, deterministic)[0]
 
 
 @partial(jax.jit, static_argnames=("config", "env"))
@@ -567,7 +565,7 @@ def merl_train(
 
 def networks(state: TrainState) -> dict[str, Any]:
     """What --init-from takes over from another run."""
-    return {name: getattr(state, name) for name in NETWORKS}
+    return {name: attrgetter(name)(state) for name in NETWORKS}
 
 
 def first_non_finite(tree: Any) -> Array:
@@ -589,7 +587,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     saved, fresh = networks(saved), networks(state)
     check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
-    state = state._replace(**saved)
+    state = eqx.tree_at(lambda state: list(networks(state).values()), state, list(saved.values()))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
@@ -601,9 +599,9 @@ def evaluate(
     reset_key, step_key = jax.random.split(key)
     observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
 
-    def step(carry, key):
+    def step(carry, keys):
         observation, env_state, over = carry
-        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        act_key, env_key = keys
         choose = partial(select_action, config, env, state, deterministic=deterministic)
         action = jax.vmap(choose)(observation, act_key)
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
@@ -612,7 +610,8 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)

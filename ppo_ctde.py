@@ -42,6 +42,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -65,7 +66,8 @@ from envs import (
     zero_sums,
 )
 
-NETWORKS = ("actor", "critic", "normalizer")  # what --init-from takes over
+# What --init-from takes over. Statistics without their count: those of another task are no more than a first guess.
+NETWORKS = ("actor", "critic", "normalizer.mean", "normalizer.variance")
 LENGTH = "total_timesteps"  # the setting that --resume may raise
 EVAL_EPISODES, EVAL_DETERMINISTIC = 200, False
 
@@ -336,14 +338,9 @@ def interact(config: Config, env, state: TrainState, carry: tuple, key: Array):
 def collect(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, Transition, dict]:
     """num_steps from where the state stands; -> (state, Transition [T, E, ...], mean figures of finished episodes)"""
     each_team = jax.vmap(partial(interact, config, env, state))
-
-    def step(carry, key):
-        return each_team(carry, jax.random.split(key, config.num_envs))
-
     start = state.observation, state.env_state, state.episode
-    (observation, env_state, episode), (transition, done, figures) = jax.lax.scan(
-        step, start, jax.random.split(key, config.num_steps)
-    )
+    keys = jax.random.split(key, (config.num_steps, config.num_envs))
+    (observation, env_state, episode), (transition, done, figures) = jax.lax.scan(each_team, start, keys)
     finished = {name: (value * done).sum() / done.sum() for name, value in figures.items()}  # NaN: none finished
     state = state._replace(observation=observation, env_state=env_state, episode=episode)
     return state, transition, finished
@@ -401,22 +398,22 @@ def ppo_loss(networks: tuple[Actor, Critic], config: Config, batch: Batch) -> tu
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Adam behind a global norm clip; one update per minibatch."""
     schedule = optax.linear_schedule(config.lr, config.lr / 10, config.optimizer_steps)
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5))
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5)))
 
 
-def update_minibatch(config: Config, carry: tuple, batch: Batch) -> tuple[tuple, dict]:
-    """One optimizer step; carry = ((actor, critic), optimizer_state)."""
+def minibatch_rows(config: Config, rows: int, key: Array) -> Array:
+    """Every row once per epoch, in random order. [num_epochs x num_minibatches, rows / num_minibatches]"""
+    order = jax.random.uniform(key, (config.num_epochs, rows)).argsort(1)
+    return order.reshape(config.num_epochs * config.num_minibatches, -1)
+
+
+def update_minibatch(config: Config, batch: Batch, carry: tuple, row: Array) -> tuple[tuple, dict]:
+    """One optimizer step on these rows of a batch; carry = ((actor, critic), optimizer_state)."""
     networks, optimizer_state = carry
-    (_, metrics), gradient = jax.value_and_grad(ppo_loss, has_aux=True)(networks, config, batch)
+    minibatch = jax.tree.map(lambda x: x[row], batch)
+    (_, metrics), gradient = jax.value_and_grad(ppo_loss, has_aux=True)(networks, config, minibatch)
     update, optimizer_state = make_optimizer(config).update(gradient, optimizer_state)
     return (optax.apply_updates(networks, update), optimizer_state), metrics
-
-
-def update_epoch(config: Config, batch: Batch, carry: tuple, key: Array) -> tuple[tuple, dict]:
-    """One pass over the rows [B, ...] in random order."""
-    order = jax.random.permutation(key, batch.target.shape[0])
-    minibatches = jax.tree.map(lambda x: x[order].reshape(config.num_minibatches, -1, *x.shape[1:]), batch)
-    return jax.lax.scan(partial(update_minibatch, config), carry, minibatches)
 
 
 def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, dict]:
@@ -434,9 +431,9 @@ def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[Trai
     batch = Batch(seen, transition.action, transition.log_prob, advantage, target)
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # [T E, ...]
     ((actor, critic), optimizer_state), losses = jax.lax.scan(
-        partial(update_epoch, config, batch),
+        partial(update_minibatch, config, batch),
         ((state.actor, state.critic), state.optimizer_state),
-        jax.random.split(update_key, config.num_epochs),
+        minibatch_rows(config, batch.target.shape[0], update_key),
     )
 
     # Projected dual ascent: the price rises while the constraint is violated and is never negative.
@@ -514,7 +511,7 @@ def train(
 
 def networks(state: TrainState) -> dict[str, Any]:
     """What --init-from takes over from another run."""
-    return {name: getattr(state, name) for name in NETWORKS}
+    return {name: attrgetter(name)(state) for name in NETWORKS}
 
 
 def first_non_finite(tree: Any) -> Array:
@@ -536,7 +533,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     saved, fresh = networks(saved), networks(state)
     check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
-    state = state._replace(**saved)
+    state = eqx.tree_at(lambda state: list(networks(state).values()), state, list(saved.values()))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
@@ -548,9 +545,9 @@ def evaluate(
     reset_key, step_key = jax.random.split(key)
     observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
 
-    def step(carry, key):
+    def step(carry, keys):
         observation, env_state, over = carry
-        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        act_key, env_key = keys
         choose = partial(select_action, config, env, state, deterministic=deterministic)
         action = jax.vmap(choose)(observation, act_key)
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
@@ -559,7 +556,8 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)

@@ -43,6 +43,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -65,7 +66,11 @@ from envs import (
     zero_sums,
 )
 
-NETWORKS = ("team", "normalizer")  # what --init-from takes over
+# What --init-from takes over. Statistics without their count: those of another task are no more than a first guess.
+NETWORKS = (
+    *("team.actor", "team.log_alpha", "team.critics.critic", "team.critics.target_critic"),
+    *("normalizer.mean", "normalizer.variance"),
+)
 LENGTH = "total_timesteps"  # the setting that --resume may raise
 EVAL_EPISODES, EVAL_DETERMINISTIC = 1000, True
 
@@ -285,7 +290,7 @@ class Team(NamedTuple):
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Adam behind a global norm clip; one update per minibatch."""
     schedule = optax.linear_schedule(config.lr, config.lr / 10, config.optimizer_steps)
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5))
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5)))
 
 
 def init_team(config: Config, env, observation: AgentObservation, key: Array) -> Team:
@@ -567,7 +572,7 @@ def train(
 
 def networks(state: TrainState) -> dict[str, Any]:
     """What --init-from takes over from another run."""
-    return {name: getattr(state, name) for name in NETWORKS}
+    return {name: attrgetter(name)(state) for name in NETWORKS}
 
 
 def first_non_finite(tree: Any) -> Array:
@@ -589,7 +594,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     saved, fresh = networks(saved), networks(state)
     check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
-    state = state._replace(**saved)
+    state = eqx.tree_at(lambda state: list(networks(state).values()), state, list(saved.values()))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
@@ -601,9 +606,9 @@ def evaluate(
     reset_key, step_key = jax.random.split(key)
     observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
 
-    def step(carry, key):
+    def step(carry, keys):
         observation, env_state, over = carry
-        act_key, env_key = (jax.random.split(each, episodes) for each in jax.random.split(key))
+        act_key, env_key = keys
         choose = partial(select_action, config, env, state, deterministic=deterministic)
         action = jax.vmap(choose)(observation, act_key)
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
@@ -612,7 +617,8 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, jax.random.split(step_key, env.horizon))
+    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)

@@ -41,7 +41,8 @@ def draw(text, **settings):
     owner[tuple(position.T)] = np.arange(n_agents)
     belief = owner == np.arange(n_agents)[:, None, None]
     heard, heard_time = np.tile(position, (n_agents, 1, 1)), np.zeros((n_agents, n_agents), int)
-    state = CoverageState(position, owner, cell == "#", belief, heard, heard_time, np.zeros((), int))
+    rest, start = np.zeros_like(position), np.zeros((), int)
+    state = CoverageState(position, rest, owner, cell == "#", belief, heard, heard_time, start)
     return Coverage(grid=len(cell), n_agents=int(n_agents), **settings), jax.tree.map(jnp.asarray, state)
 
 
@@ -225,7 +226,8 @@ def slow_step(env, state, action):
                     heard[i, k], heard_time[i, k] = state.heard[j, k], state.heard_time[j, k]
         heard[i, near], heard_time[i, near] = position[near], state.time + 1
         belief[i][cell] = True
-    return CoverageState(position, owner, state.wall, belief, heard, heard_time, state.time + 1), first
+    move = position - state.position
+    return CoverageState(position, move, owner, state.wall, belief, heard, heard_time, state.time + 1), first
 
 
 @pytest.mark.parametrize("name", EPISODES)
@@ -293,7 +295,9 @@ def slow_observation(env, state, i):
     for j in [*listed[: env.n_nearest], farthest]:
         age = 0 if j is None else state.time - state.heard_time[i, j]
         view += [0, 0, 0] if j is None else [*(state.heard[i, j] - here) / env.comm_r, 1 / (1 + age)]
-    view += [sum(slow_link(env, here, state.position[j]) for j in distance) / 4, 1 - state.time / env.horizon]
+        view += [*state.last_move[j]] if j in in_range else [0, 0]
+    view += [sum(slow_link(env, here, state.position[j]) for j in distance) / 4]
+    view += [*state.last_move[i], 1 - state.time / env.horizon]
     offsets = [(0, 0, 0) if j is None else (*state.heard[i, j] - here, j in in_range) for j in (listed[0], farthest)]
     return view, *offsets
 
@@ -340,7 +344,7 @@ def test_the_observation_depends_on_the_local_scene_only():
 
 
 def test_observation_sizes_depend_on_neither_grid_nor_team():
-    size = 3 * 7 * 7 + 3 * 16 + (4 + 1) * 3 + 1 + 1
+    size = 3 * 7 * 7 + 3 * 16 + (4 + 1) * 5 + 1 + 2 + 1
     for grid, n_agents in ((2, 1), (10, 4), (32, 10)):
         observation, _ = jax.eval_shape(Coverage(grid=grid, n_agents=n_agents).reset, KEY)
         assert observation.observation.shape == (n_agents, size)
@@ -369,8 +373,9 @@ def test_robots_start_close_together_on_free_cells_of_their_own_and_know_each_ot
     assert not (state.wall & (owner >= 0)).any()
     belief = owner[:, None] == robots[:, None, None]
     heard = np.repeat(state.position[:, None], env.n_agents, axis=1)
-    zeros = np.zeros_like(state.heard_time)
-    assert_trees_equal(state, CoverageState(state.position, owner, state.wall, belief, heard, zeros, zeros[:, 0, 0]))
+    rest, zeros = np.zeros_like(state.position), np.zeros_like(state.heard_time)
+    expected = CoverageState(state.position, rest, owner, state.wall, belief, heard, zeros, zeros[:, 0, 0])
+    assert_trees_equal(state, expected)
 
 
 def test_the_spawn_area_surrounds_a_uniform_anchor_as_far_as_the_grid_allows():

@@ -15,7 +15,7 @@ import pytest
 
 import es
 import merl
-from envs import MOVES, Coverage, CoverageState
+from envs import MOVES, AgentObservation, Coverage, CoverageState
 
 # Short range: robots lose each other, so that the skills differ and the constraint costs.
 ENV = Coverage(grid=6, n_agents=3, horizon=8, comm_r=2, view_r=1)
@@ -70,8 +70,8 @@ class Watched(Coverage):
 
 @pytest.fixture(scope="module")
 def collected(fresh):
-    """(Transition, final AgentObservation, info) of the episodes that a PPO step with key(5) learns from."""
-    env, collect_key = Watched(**dataclasses.asdict(ENV)), jax.random.split(key(5))[0]
+    """(Transition, final AgentObservation, info) of the episodes that a PPO step with key(6) learns from."""
+    env, collect_key = Watched(**dataclasses.asdict(ENV)), jax.random.split(key(6))[0]
     return quick_jit(lambda policy: merl.collect(policy, CONFIG, env, collect_key))(fresh.policy)
 
 
@@ -177,9 +177,15 @@ def test_goals_are_allowed_and_approached_by_allowed_moves_only(n_goals, stride)
 )
 def test_scripted_skills_score_goals_by_their_distance(fresh, position, heard, flock, hold):
     env, empty = Coverage(grid=12, n_agents=3, comm_r=3, view_r=1), np.zeros((12, 12), bool)
-    heard = np.tile(heard or position, (3, 1, 1))
     state = CoverageState(
-        np.array(position), empty - 1, empty, np.tile(empty, (3, 1, 1)), heard, np.zeros((3, 3), int), np.array(0)
+        position=np.array(position),
+        last_move=np.zeros((3, 2), int),
+        owner=empty - 1,
+        wall=empty,
+        belief=np.tile(empty, (3, 1, 1)),
+        heard=np.tile(heard or position, (3, 1, 1)),
+        heard_time=np.zeros((3, 3), int),
+        time=np.array(0),
     )
     time_step, _ = quick_jit(env.step)(key(), jax.tree.map(jnp.asarray, state), jnp.zeros(3, int))
     hidden = jnp.linspace(-1, 1, 8)
@@ -192,7 +198,8 @@ def test_scripted_skills_score_goals_by_their_distance(fresh, position, heard, f
 
 def test_draws_follow_the_reported_probabilities_and_the_mask(fresh, rows):
     observation, mask = rows.transition.observation.observation[0, 0], np.array([True, True, False, True, False])
-    draw = quick_jit(jax.vmap(lambda key: merl.act(fresh.policy, CONFIG, ENV, observation, jnp.array(mask), key)))
+    team = AgentObservation(jnp.tile(observation, (3, 1)), action_mask=jnp.tile(mask, (3, 1)))
+    draw = quick_jit(jax.vmap(lambda key: jax.tree.map(lambda x: x[1], merl.act(fresh.policy, CONFIG, ENV, team, key))))
     action, choice = to_numpy(draw(jax.random.split(key(), 20_000)))
     joint = slow_joint(fresh.policy, np.asarray(observation), mask)
     frequency = np.zeros((3, 5))
@@ -299,7 +306,7 @@ def test_constant_advantages_and_a_single_row_stay_finite(fresh, rows, loss, con
 
 @pytest.fixture(scope="module")
 def ppo_step(fresh):
-    return quick_jit(partial(merl.ppo_step, CONFIG, ENV))(fresh, key(5))
+    return quick_jit(partial(merl.ppo_step, CONFIG, ENV))(fresh, key(6))
 
 
 def test_gradient_moves_every_network_and_leaves_the_search_alone(fresh, ppo_step):
