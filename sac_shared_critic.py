@@ -594,7 +594,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     saved, fresh = networks(saved), networks(state)
     check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
-    state = eqx.tree_at(lambda state: list(networks(state).values()), state, list(saved.values()))
+    state = eqx.tree_at(lambda state: jax.tree.leaves(networks(state)), state, jax.tree.leaves(saved))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
