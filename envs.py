@@ -177,8 +177,9 @@ class Coverage:
 
     def __post_init__(self):
         check_range(self, "grid n_agents comm_r horizon view_r n_nearest", "at least 1", lambda value: value >= 1)
-        check_range(self, "spawn_r", "at least 0", lambda value: value >= 0)
         check_range(self, "obstacle_density local_ratio", "in [0, 1]", lambda value: 0 <= value <= 1)
+        least = int(self.obstacle_density > 0)  # a spawn area of one cell may be a wall
+        check_range(self, "spawn_r", f"at least {least}", lambda value: value >= least)
         check_range(self, "w_connectivity", "finite and at least 0", lambda value: 0 <= value < np.inf)
         check_range(self, "target_fiedler", "finite and above 0", lambda value: 0 < value < np.inf)
         walls = ((self.spawn_side + 1) // 2) ** 2 if self.obstacle_density > 0 else 0  # at most this many

@@ -552,6 +552,7 @@ NAN, INF = float("nan"), float("inf")
 BAD_SETTINGS = [
     (Coverage, "grid n_agents comm_r horizon view_r n_nearest", [0, -2], "at least 1"),
     (Coverage, "spawn_r", [-1], "at least 0"),
+    (partial(Coverage, obstacle_density=0.1), "spawn_r", [0, -1], "at least 1"),
     (Coverage, "obstacle_density local_ratio", [-0.1, 1.1, NAN], "in [0, 1]"),
     (Coverage, "w_connectivity", [-0.1, NAN, INF], "finite and at least 0"),
     (Coverage, "target_fiedler", [0.0, NAN, INF], "finite and above 0"),
