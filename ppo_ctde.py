@@ -396,7 +396,7 @@ def ppo_loss(networks: tuple[Actor, Critic], config: Config, batch: Batch) -> tu
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Adam behind a global norm clip; one update per minibatch."""
+    """Adam behind a global norm clip, on the parameters as one flat vector; one update per minibatch."""
     schedule = optax.linear_schedule(config.lr, config.lr / 10, config.optimizer_steps)
     return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(schedule, eps=1e-5)))
 
