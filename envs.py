@@ -193,16 +193,17 @@ class Coverage:
 
     def reset(self, key: Array) -> tuple[AgentObservation, CoverageState]:
         """A fresh episode: every robot on a cell of its own, near a random anchor."""
-        wall_key, anchor_key, cell_key = jax.random.split(key, 3)
-        odd = np.arange(self.grid) % 2 == 1
         wall = jnp.zeros((self.grid, self.grid), bool)
         if self.obstacle_density > 0:
+            wall_key, key = jax.random.split(key)
+            odd = np.arange(self.grid) % 2 == 1
             wall = (odd[:, None] & odd) & jax.random.bernoulli(wall_key, self.obstacle_density, wall.shape)
 
-        anchor = jax.random.randint(anchor_key, (2,), 0, self.grid)
+        draw = jax.random.uniform(key, (2 + self.spawn_side**2,))
+        anchor = (draw[:2] * self.grid).astype(jnp.int32)
         corner = jnp.clip(anchor - self.spawn_r, 0, self.grid - self.spawn_side)  # the whole area lies on the grid
         blocked = jax.lax.dynamic_slice(wall, corner, (self.spawn_side, self.spawn_side)).reshape(-1)
-        order = jnp.argsort(jax.random.uniform(cell_key, blocked.shape) + blocked)  # random, walls last
+        order = jnp.argsort(draw[2:] + blocked)  # random, walls last
         position = corner + jnp.stack(jnp.divmod(order[: self.n_agents], self.spawn_side), -1)
 
         robot = jnp.arange(self.n_agents)

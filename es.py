@@ -167,7 +167,7 @@ class Config:
 
 
 class Policy(eqx.Module):
-    """One hidden layer, [O] -> logits [A]; shared by the agents."""
+    """One hidden layer, [..., O] -> logits [..., A]; shared by the agents."""
 
     hidden: eqx.nn.Linear
     head: eqx.nn.Linear
@@ -178,7 +178,12 @@ class Policy(eqx.Module):
         self.head = eqx.nn.Linear(config.hidden, action_size, key=head_key)
 
     def __call__(self, observation: Array) -> Array:
-        return self.head(jnp.tanh(self.hidden(observation)))
+        return linear(self.head, jnp.tanh(linear(self.hidden, observation)))
+
+
+def linear(layer: eqx.nn.Linear, x: Array) -> Array:
+    """A layer on any number of rows, [..., I] -> [..., O], as one matrix product; layer(x) takes a single row."""
+    return x @ layer.weight.T + layer.bias
 
 
 class TrainState(NamedTuple):
@@ -190,14 +195,14 @@ class TrainState(NamedTuple):
 
 def select_action(config: Config, env, state: TrainState, observation, key: Array, deterministic: bool) -> Array:
     """Sampled or most likely actions of a team."""
-    logits = jax.vmap(state.policy)(observation.observation)
+    logits = state.policy(observation.observation)
     logits = jnp.where(observation.action_mask, logits, -1e9)
     return logits.argmax(-1) if deterministic else jax.random.categorical(key, logits)
 
 
 def play(config: Config, env, state: TrainState, key: Array, episodes: int) -> tuple[Array, Array]:
     """Whole episodes, sampled actions; -> (reward [T, E, N], cost [T, E])"""
-    reset_key, step_key = jax.random.split(key)
+    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
 
     def step(carry, keys):
         observation, env_state = carry
@@ -207,8 +212,8 @@ def play(config: Config, env, state: TrainState, key: Array, episodes: int) -> t
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
         return (time_step.observation, env_state), (time_step.reward, time_step.cost)
 
-    start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
-    return jax.lax.scan(step, start, jax.random.split(step_key, (env.horizon, 2, episodes)))[1]
+    start = jax.vmap(env.reset)(keys[0, 0])
+    return jax.lax.scan(step, start, keys[1:])[1]
 
 
 def team_fitness(state: TrainState, config: Config, env, key: Array, theta: Array) -> Array:
@@ -254,12 +259,10 @@ def train(
     every iteration, `save_fn(i, state)` after every `save_every` and after the last.
     """
     stop = config.iterations if stop is None else stop
-    step, fold_in = partial(train_step, config, env), jax.random.fold_in
-    if key.ndim == 1:
-        step, fold_in = jax.vmap(step), jax.vmap(fold_in, (0, None))
 
     def iteration(state, i):
-        state, metrics = step(state, fold_in(key, i))
+        step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
+        state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
             io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
         if save_fn is not None:
@@ -268,6 +271,13 @@ def train(
         return state, metrics
 
     return jax.lax.scan(iteration, state, jnp.arange(start, stop))
+
+
+def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
+    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    if shape == (1,):
+        return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
+    return jax.vmap(function) if shape else function
 
 
 def networks(state: TrainState) -> dict[str, Any]:
@@ -303,8 +313,8 @@ def evaluate(
     config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
 ) -> tuple[dict[str, Array], Any]:
     """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
-    reset_key, step_key = jax.random.split(key)
-    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
+    observation, env_state = jax.vmap(env.reset)(keys[0, 0])
 
     def step(carry, keys):
         observation, env_state, over = carry
@@ -317,8 +327,7 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
@@ -635,6 +644,7 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
 
 def main(argv: list[str] | None = None) -> None:
     """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # as fast, and a fifth quicker to compile
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
     worker, recorder = ThreadPoolExecutor(1), None
     try:

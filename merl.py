@@ -129,7 +129,7 @@ class Config:
 
 # --- 2. networks ----------------------------------------------------------------------------------
 class Trunk(eqx.Module):
-    """Two hidden tanh layers, [I] -> [hidden]."""
+    """Two hidden tanh layers, [..., I] -> [..., hidden]."""
 
     layers: tuple[eqx.nn.Linear, eqx.nn.Linear]
 
@@ -139,7 +139,7 @@ class Trunk(eqx.Module):
 
     def __call__(self, x: Array) -> Array:
         for layer in self.layers:
-            x = jnp.tanh(layer(x))
+            x = jnp.tanh(linear(layer, x))
         return x
 
 
@@ -162,7 +162,7 @@ class Policy(eqx.Module):
 
 
 class Critic(eqx.Module):
-    """State value, [C] -> []."""
+    """State value, [..., C] -> [...]."""
 
     trunk: Trunk
     head: eqx.nn.Linear
@@ -170,10 +170,15 @@ class Critic(eqx.Module):
     def __init__(self, config: Config, size: int, *, key: Array):
         trunk_key, head_key = jax.random.split(key)
         self.trunk = Trunk(size, config.hidden, key=trunk_key)
-        self.head = eqx.nn.Linear(config.hidden, "scalar", key=head_key)
+        self.head = eqx.nn.Linear(config.hidden, 1, key=head_key)
 
     def __call__(self, x: Array) -> Array:
-        return self.head(self.trunk(x))
+        return linear(self.head, self.trunk(x))[..., 0]
+
+
+def linear(layer: eqx.nn.Linear, x: Array) -> Array:
+    """A layer on any number of rows, [..., I] -> [..., O], as one matrix product; layer(x) takes a single row."""
+    return x @ layer.weight.T + layer.bias
 
 
 def small_linear(in_size: int, out_size: int, *, key: Array) -> eqx.nn.Linear:
@@ -204,12 +209,12 @@ def skill_scores(policy: Policy, config: Config, env: Coverage, hidden: Array, o
     """Scores of the goals under each skill, before masking. hidden [H], observation [O] -> [3, K]"""
     stencil = make_stencil(config)
     nearest, weakest = env.teammate_offsets(observation)
-    disperse = policy.executor_head(hidden)
+    disperse = linear(policy.executor_head, hidden)
 
     if policy.flock_head is None:
         flock = -SCRIPT_SHARPNESS * weakest[2] * jnp.abs(stencil - weakest[:2]).sum(-1)
     else:
-        flock = policy.flock_head(hidden)
+        flock = linear(policy.flock_head, hidden)
 
     safe = (nearest[2] > 0) & (jnp.abs(nearest[:2]).max() < env.comm_r)  # one more step apart keeps the link
     hold = -SCRIPT_SHARPNESS * jnp.abs(stencil - jnp.where(safe, 0.0, nearest[:2])).sum(-1)
@@ -221,7 +226,7 @@ def choice_log_probs(policy: Policy, config: Config, env: Coverage, observation:
     hidden = policy.trunk(observation)
     scores = skill_scores(policy, config, env, hidden, observation)
     allowed = goal_mask(make_stencil(config), action_mask)
-    skill_log_prob = jax.nn.log_softmax(policy.selector_head(hidden))
+    skill_log_prob = jax.nn.log_softmax(linear(policy.selector_head, hidden))
     return skill_log_prob, jax.nn.log_softmax(jnp.where(allowed, scores, -1e9))
 
 
@@ -241,14 +246,18 @@ def act(
     key: Array,
     deterministic: bool = False,
 ) -> tuple[Array, Choice]:
-    """Each robot samples a skill, then a goal, or takes the likeliest, and moves there; -> (action [N], Choice [N])"""
-    skill_key, goal_key = jax.random.split(key)
-    draw = (lambda key, log_prob: log_prob.argmax(-1)) if deterministic else jax.random.categorical
+    """Each robot samples a skill, then a goal, or takes the likeliest, and moves there; -> (action [N], Choice [N])
+
+    With Gumbel noise on the log-probabilities the argmax is a sample.
+    """
     log_probs = jax.vmap(partial(choice_log_probs, policy, config, env))
     skill_log_prob, goal_log_prob = log_probs(observation.observation, observation.action_mask)  # [N, 3], [N, 3, K]
+    shape = env.n_agents, len(SKILLS) + config.n_goals
+    noise = jnp.zeros(shape) if deterministic else jax.random.gumbel(key, shape)
+    skill_noise, goal_noise = jnp.split(noise, [len(SKILLS)], -1)
     robot = jnp.arange(env.n_agents)
-    skill = draw(skill_key, skill_log_prob)
-    goal = draw(goal_key, goal_log_prob[robot, skill])
+    skill = (skill_log_prob + skill_noise).argmax(-1)
+    goal = (goal_log_prob[robot, skill] + goal_noise).argmax(-1)
     action = jax.vmap(partial(controller, make_stencil(config)))(goal, observation.action_mask)
     return action, Choice(skill, goal, skill_log_prob[robot, skill] + goal_log_prob[robot, skill, goal])
 
@@ -265,10 +274,10 @@ class Transition(NamedTuple):
     truncated: Array  # []
 
 
-def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, key: Array):
+def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, keys: Array):
     """One step of one team; carry = (AgentObservation, env_state). -> (carry, (Transition, TimeStep))"""
     observation, env_state = carry
-    act_key, step_key = jax.random.split(key)
+    act_key, step_key = keys
     action, choice = act(policy, config, env, observation, act_key)
     time_step, next_state = env.step(step_key, env_state, action)
 
@@ -290,15 +299,15 @@ def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, key: A
 
 def rollout(policy: Policy, config: Config, env: Coverage, key: Array, episodes: int, keep: Callable):
     """Whole episodes; -> (keep(Transition, TimeStep) [T, E, ...], the final AgentObservation [E, ...])"""
-    reset_key, step_key = jax.random.split(key)
+    keys = jax.random.split(key, (1 + env.horizon, episodes, 2))  # the first row resets
     each_team = jax.vmap(partial(interact, policy, config, env))
 
     def step(carry, keys):
         carry, outcome = each_team(carry, keys)
         return carry, keep(*outcome)
 
-    start = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
-    (final, _), kept = jax.lax.scan(step, start, jax.random.split(step_key, (env.horizon, episodes)))
+    start = jax.vmap(env.reset)(keys[0, :, 0])
+    (final, _), kept = jax.lax.scan(step, start, keys[1:])
     return kept, final
 
 
@@ -363,7 +372,7 @@ def ppo_loss(networks: tuple[Policy, Critic], config: Config, env: Coverage, bat
     advantage = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-5)
     policy_loss = -jnp.minimum(ratio * advantage, clipped * advantage).mean()
 
-    value = jax.vmap(jax.vmap(critic))(observation.critic_input)
+    value = critic(observation.critic_input)
     value_loss = jnp.square(value - batch.target).mean()
 
     skill_prob = jnp.exp(skill_log_prob)
@@ -412,7 +421,7 @@ def ppo_step(config: Config, env: Coverage, state: TrainState, key: Array) -> tu
     transition, final, info = collect(state.policy, config, env, collect_key)
 
     critic_input = jnp.concatenate([transition.observation.critic_input, final.critic_input[None]])
-    value = jax.vmap(jax.vmap(jax.vmap(state.critic)))(critic_input)  # [T + 1, E, N]
+    value = state.critic(critic_input)  # [T + 1, E, N]
     reward = transition.reward - state.lagrange_multiplier * transition.cost[..., None]
     terminated, truncated = transition.terminated[..., None], transition.truncated[..., None]
     advantage, target = compute_gae(
@@ -500,10 +509,9 @@ def init_state(config: Config, env: Coverage, key: Array) -> TrainState:
 
 def train_step(config: Config, env: Coverage, state: TrainState, key: Array) -> tuple[TrainState, dict]:
     """One round: gradient steps on all networks, then one generation of the evolution strategy on the selector."""
-    gradient_key, evolution_key = jax.random.split(key)
-    gradient_keys = jax.random.split(gradient_key, config.grad_steps)
-    state, metrics = jax.lax.scan(partial(ppo_step, config, env), state, gradient_keys)
-    state, evolution_metrics = evolve_selector(config, env, state, evolution_key)
+    keys = jax.random.split(key, config.grad_steps + 1)
+    state, metrics = jax.lax.scan(partial(ppo_step, config, env), state, keys[:-1])
+    state, evolution_metrics = evolve_selector(config, env, state, keys[-1])
     return state, evolution_metrics | jax.tree.map(lambda x: x[-1], metrics)  # as the last gradient step saw them
 
 
@@ -525,12 +533,10 @@ def train(
     every iteration, `save_fn(i, state)` after every `save_every` and after the last.
     """
     stop = config.iterations if stop is None else stop
-    step, fold_in = partial(train_step, config, env), jax.random.fold_in
-    if key.ndim == 1:
-        step, fold_in = jax.vmap(step), jax.vmap(fold_in, (0, None))
 
     def iteration(state, i):
-        state, metrics = step(state, fold_in(key, i))
+        step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
+        state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
             io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
         if save_fn is not None:
@@ -561,6 +567,13 @@ def merl_train(
     state, metrics = train(config, env, state, train_key, log_fn=log_fn)
     rows = zip(*(np.asarray(column).tolist() for column in metrics.values()), strict=True)
     return state, [{"outer": i} | dict(zip(metrics, row, strict=True)) for i, row in enumerate(rows)]
+
+
+def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
+    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    if shape == (1,):
+        return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
+    return jax.vmap(function) if shape else function
 
 
 def networks(state: TrainState) -> dict[str, Any]:
@@ -596,8 +609,8 @@ def evaluate(
     config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
 ) -> tuple[dict[str, Array], Any]:
     """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
-    reset_key, step_key = jax.random.split(key)
-    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
+    observation, env_state = jax.vmap(env.reset)(keys[0, 0])
 
     def step(carry, keys):
         observation, env_state, over = carry
@@ -610,8 +623,7 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
@@ -925,6 +937,7 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
 
 def main(argv: list[str] | None = None) -> None:
     """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # as fast, and a fifth quicker to compile
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
     worker, recorder = ThreadPoolExecutor(1), None
     try:

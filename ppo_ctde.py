@@ -119,7 +119,7 @@ class Config:
 
 # --- 2. networks ----------------------------------------------------------------------------------
 class Trunk(eqx.Module):
-    """Two hidden tanh layers, [I] -> [hidden]."""
+    """Two hidden tanh layers, [..., I] -> [..., hidden]."""
 
     layers: tuple[eqx.nn.Linear, eqx.nn.Linear]
 
@@ -129,7 +129,7 @@ class Trunk(eqx.Module):
 
     def __call__(self, x: Array) -> Array:
         for layer in self.layers:
-            x = jnp.tanh(layer(x))
+            x = jnp.tanh(linear(layer, x))
         return x
 
 
@@ -172,7 +172,7 @@ class Gaussian(NamedTuple):
 
 
 class Actor(eqx.Module):
-    """Distribution of the action of one agent, [O], [A] mask -> Categorical or Gaussian."""
+    """Distribution of the actions, [..., O], [..., A] mask -> Categorical or Gaussian."""
 
     trunk: Trunk
     head: eqx.nn.Linear
@@ -185,7 +185,7 @@ class Actor(eqx.Module):
         self.log_std = jnp.full(env.action_size, -0.5) if env.continuous_actions else None
 
     def __call__(self, observation: Array, action_mask: Array | None = None) -> Categorical | Gaussian:
-        output = self.head(self.trunk(observation))
+        output = linear(self.head, self.trunk(observation))
         if self.log_std is not None:
             return Gaussian(output, self.log_std)
         logits = output if action_mask is None else jnp.where(action_mask, output, -1e9)
@@ -193,7 +193,7 @@ class Actor(eqx.Module):
 
 
 class Critic(eqx.Module):
-    """State value, [C] -> []."""
+    """State value, [..., C] -> [...]."""
 
     trunk: Trunk
     head: eqx.nn.Linear
@@ -201,10 +201,15 @@ class Critic(eqx.Module):
     def __init__(self, config: Config, size: int, *, key: Array):
         trunk_key, head_key = jax.random.split(key)
         self.trunk = Trunk(size, config.hidden, key=trunk_key)
-        self.head = eqx.nn.Linear(config.hidden, "scalar", key=head_key)
+        self.head = eqx.nn.Linear(config.hidden, 1, key=head_key)
 
     def __call__(self, x: Array) -> Array:
-        return self.head(self.trunk(x))
+        return linear(self.head, self.trunk(x))[..., 0]
+
+
+def linear(layer: eqx.nn.Linear, x: Array) -> Array:
+    """A layer on any number of rows, [..., I] -> [..., O], as one matrix product; layer(x) takes a single row."""
+    return x @ layer.weight.T + layer.bias
 
 
 def small_linear(in_size: int, out_size: int, *, key: Array) -> eqx.nn.Linear:
@@ -297,7 +302,7 @@ def act(
 ) -> tuple[Array, Array]:
     """The actions of one team, sampled or the modes; -> (action [N] or [N, A], log_prob [N])"""
     seen = perceive(config, state, observation)
-    choice = jax.vmap(state.actor)(seen.observation, seen.action_mask)
+    choice = state.actor(seen.observation, seen.action_mask)
     action = choice.mode() if deterministic else choice.sample(key)
     return action, choice.log_prob(action)
 
@@ -311,13 +316,13 @@ def select_action(
 
 def evaluate_state(config: Config, state: TrainState, observation: AgentObservation) -> Array:
     """The critic's value for each agent of one team, [N]."""
-    return jax.vmap(state.critic)(perceive(config, state, observation).critic_input)
+    return state.critic(perceive(config, state, observation).critic_input)
 
 
-def interact(config: Config, env, state: TrainState, carry: tuple, key: Array):
+def interact(config: Config, env, state: TrainState, carry: tuple, keys: Array):
     """One step of a team; carry = (AgentObservation, env_state, EpisodeSums). -> carry, (Transition, done, figures)"""
     observation, env_state, episode = carry
-    act_key, step_key = jax.random.split(key)
+    act_key, step_key = keys
     action, log_prob = act(config, state, observation, act_key)
     time_step, env_state, next_observation = step_autoreset(env, step_key, env_state, action)
     transition = Transition(
@@ -339,7 +344,7 @@ def collect(config: Config, env, state: TrainState, key: Array) -> tuple[TrainSt
     """num_steps from where the state stands; -> (state, Transition [T, E, ...], mean figures of finished episodes)"""
     each_team = jax.vmap(partial(interact, config, env, state))
     start = state.observation, state.env_state, state.episode
-    keys = jax.random.split(key, (config.num_steps, config.num_envs))
+    keys = jax.random.split(key, (config.num_steps, config.num_envs, 2))
     (observation, env_state, episode), (transition, done, figures) = jax.lax.scan(each_team, start, keys)
     finished = {name: (value * done).sum() / done.sum() for name, value in figures.items()}  # NaN: none finished
     state = state._replace(observation=observation, env_state=env_state, episode=episode)
@@ -380,14 +385,14 @@ def ppo_loss(networks: tuple[Actor, Critic], config: Config, batch: Batch) -> tu
     """Clipped surrogate, value error and entropy bonus (Schulman et al. 2017, eq. 9) over rows [B, N]."""
     actor, critic = networks
     observation = batch.observation
-    choice = jax.vmap(jax.vmap(actor))(observation.observation, observation.action_mask)
+    choice = actor(observation.observation, observation.action_mask)
 
     ratio = jnp.exp(choice.log_prob(batch.action) - batch.log_prob)  # [B, N]
     clipped = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
     advantage = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-5)
     policy_loss = -jnp.minimum(ratio * advantage, clipped * advantage).mean()
 
-    value = jax.vmap(jax.vmap(critic))(observation.critic_input)
+    value = critic(observation.critic_input)
     value_loss = jnp.square(value - batch.target).mean()
 
     entropy = choice.entropy().mean()
@@ -493,12 +498,10 @@ def train(
     every iteration, `save_fn(i, state)` after every `save_every` and after the last.
     """
     stop = config.iterations if stop is None else stop
-    step, fold_in = partial(train_step, config, env), jax.random.fold_in
-    if key.ndim == 1:
-        step, fold_in = jax.vmap(step), jax.vmap(fold_in, (0, None))
 
     def iteration(state, i):
-        state, metrics = step(state, fold_in(key, i))
+        step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
+        state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
             io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
         if save_fn is not None:
@@ -507,6 +510,13 @@ def train(
         return state, metrics
 
     return jax.lax.scan(iteration, state, jnp.arange(start, stop))
+
+
+def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
+    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    if shape == (1,):
+        return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
+    return jax.vmap(function) if shape else function
 
 
 def networks(state: TrainState) -> dict[str, Any]:
@@ -542,8 +552,8 @@ def evaluate(
     config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
 ) -> tuple[dict[str, Array], Any]:
     """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
-    reset_key, step_key = jax.random.split(key)
-    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
+    observation, env_state = jax.vmap(env.reset)(keys[0, 0])
 
     def step(carry, keys):
         observation, env_state, over = carry
@@ -556,8 +566,7 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
@@ -865,6 +874,7 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
 
 def main(argv: list[str] | None = None) -> None:
     """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # as fast, and a fifth quicker to compile
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
     worker, recorder = ThreadPoolExecutor(1), None
     try:

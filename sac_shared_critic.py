@@ -117,11 +117,11 @@ class Config:
 
 # --- 2. networks ----------------------------------------------------------------------------------
 class Network(eqx.Module):
-    """Two hidden relu layers, [I] -> [size]."""
+    """Two hidden relu layers, [..., I] -> [..., size]."""
 
     layers: tuple[eqx.nn.Linear, eqx.nn.Linear, eqx.nn.Linear]
 
-    def __init__(self, in_size: int, hidden: int, size: int | str, *, key: Array):
+    def __init__(self, in_size: int, hidden: int, size: int, *, key: Array):
         first_key, second_key, last_key = jax.random.split(key, 3)
         self.layers = (
             eqx.nn.Linear(in_size, hidden, key=first_key),
@@ -132,12 +132,17 @@ class Network(eqx.Module):
     def __call__(self, x: Array) -> Array:
         *hidden_layers, last = self.layers
         for layer in hidden_layers:
-            x = jax.nn.relu(layer(x))
-        return last(x)
+            x = jax.nn.relu(linear(layer, x))
+        return linear(last, x)
+
+
+def linear(layer: eqx.nn.Linear, x: Array) -> Array:
+    """A layer on any number of rows, [..., I] -> [..., O], as one matrix product; layer(x) takes a single row."""
+    return x @ layer.weight.T + layer.bias
 
 
 class Actor(eqx.Module):
-    """Mean and log standard deviation of the action before tanh, [O] -> ([A], [A])."""
+    """Mean and log standard deviation of the action before tanh, [..., O] -> ([..., A], [..., A])."""
 
     network: Network
 
@@ -145,41 +150,41 @@ class Actor(eqx.Module):
         self.network = Network(size, config.hidden, 2 * action_size, key=key)
 
     def __call__(self, observation: Array) -> tuple[Array, Array]:
-        mean, log_std = jnp.split(self.network(observation), 2)
+        mean, log_std = jnp.split(self.network(observation), 2, -1)
         return mean, -5 + 3.5 * (1 + jnp.tanh(log_std))  # in [-5, 2]
 
 
 class Critic(eqx.Module):
-    """Value of an action, [C], [A] -> []."""
+    """Value of an action, [..., C], [..., A] -> [...]."""
 
     network: Network
 
     def __init__(self, config: Config, size: int, *, key: Array):
-        self.network = Network(size, config.hidden, "scalar", key=key)
+        self.network = Network(size, config.hidden, 1, key=key)
 
     def __call__(self, x: Array, action: Array) -> Array:
-        return self.network(jnp.concatenate([x, action]))
+        return self.network(jnp.concatenate([x, action], -1))[..., 0]
 
 
 def squashed_log_prob(u: Array, mean: Array, log_std: Array) -> Array:
-    """Log-density of tanh(u) for u ~ Normal(mean, exp(log_std)), all [A] -> []. (Haarnoja et al. 2018, appendix C)
+    """Log-density of tanh(u), u ~ Normal(mean, exp(log_std)), [..., A] -> [...]. (Haarnoja et al. 2018, appendix C)
 
     log(1 - tanh(u)^2) = 2 (log 2 - u - softplus(-2 u)) stays exact where tanh has long rounded to 1.
     """
     log_normal = -0.5 * jnp.square((u - mean) / jnp.exp(log_std)) - log_std - 0.5 * jnp.log(2 * jnp.pi)
-    return (log_normal - 2 * (jnp.log(2.0) - u - jax.nn.softplus(-2 * u))).sum()
+    return (log_normal - 2 * (jnp.log(2.0) - u - jax.nn.softplus(-2 * u))).sum(-1)
 
 
 def sample_action(actor: Actor, observation: Array, noise: Array) -> tuple[Array, Array]:
-    """One agent, [O] and standard normal [A] -> (action [A] in [-1, 1], log_prob []). Differentiable in the actor."""
+    """[..., O], standard normal [..., A] -> (action in [-1, 1] [..., A], log_prob [...]). Differentiable in actor."""
     mean, log_std = actor(observation)
     u = mean + jnp.exp(log_std) * noise
     return jnp.tanh(u), squashed_log_prob(u, mean, log_std)
 
 
 def smaller_value(twins: Critic, critic_input: Array, action: Array) -> Array:
-    """The minimum of twin critics (leaves [2, ...]) on rows: [B, C], [B, A] -> [B]. (Fujimoto et al. 2018)"""
-    return jax.vmap(lambda critic: jax.vmap(critic)(critic_input, action))(twins).min(0)
+    """The minimum of twin critics (leaves [2, ...]), [..., C], [..., A] -> [...]. (Fujimoto et al. 2018)"""
+    return jax.vmap(lambda critic: critic(critic_input, action))(twins).min(0)
 
 
 # --- 3. normalizer --------------------------------------------------------------------------------
@@ -338,7 +343,7 @@ def critic_loss(twins: Critic, config: Config, target_critic: Critic, batch: Cri
     bootstrap = config.gamma * (1 - transition.terminated)  # only termination cuts bootstrapping
     target = transition.reward + bootstrap * next_value
     critic_input = transition.observation.critic_input
-    value = jax.vmap(lambda critic: jax.vmap(critic)(critic_input, transition.action))(twins)  # [2, B]
+    value = jax.vmap(lambda critic: critic(critic_input, transition.action))(twins)  # [2, B]
     return jnp.square(value - target).mean(1).sum(), value.mean()
 
 
@@ -355,8 +360,8 @@ def critic_step(config: Config, critics: Critics, batch: CriticBatch) -> tuple[C
 def update_critics(config: Config, team: Team, key: Array, batch: Transition) -> tuple[Team, dict]:
     """A critic step of the first agent on the pooled batch; without sharing one of every agent on its own rows."""
     noise = jax.random.normal(key, batch.action.shape)
-    each_agent = jax.vmap(sample_action)
-    next_action, log_prob = jax.vmap(partial(each_agent, team.actor))(batch.next_observation.observation, noise)
+    each_agent = jax.vmap(sample_action, (0, 1, 1), 1)
+    next_action, log_prob = each_agent(team.actor, batch.next_observation.observation, noise)
     batch = CriticBatch(batch, next_action, -jnp.exp(team.log_alpha) * log_prob)
     if config.share_critic:
         first, metrics = critic_step(config, jax.tree.map(lambda x: x[0], team.critics), pool(batch))
@@ -369,7 +374,7 @@ def update_critics(config: Config, team: Team, key: Array, batch: Transition) ->
 def actor_loss(learner: tuple[Actor, Array], twins: Critic, observation: AgentObservation, noise: Array) -> tuple:
     """Losses of one agent's actor and temperature, rows [B, ...], noise [B, A]. (Haarnoja et al. 2018, eq. 7, 18)"""
     actor, log_alpha = learner
-    action, log_prob = jax.vmap(partial(sample_action, actor))(observation.observation, noise)
+    action, log_prob = sample_action(actor, observation.observation, noise)
     alpha = jnp.exp(log_alpha)
     value = smaller_value(twins, observation.critic_input, action)
     actor_loss = (jax.lax.stop_gradient(alpha) * log_prob - value).mean()
@@ -427,7 +432,7 @@ def act(
     seen = perceive(config, state, observation)
     mean, log_std = jax.vmap(Actor.__call__)(state.team.actor, seen.observation)
     u = mean if deterministic else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
-    return jnp.tanh(u), jax.vmap(squashed_log_prob)(u, mean, log_std)
+    return jnp.tanh(u), squashed_log_prob(u, mean, log_std)
 
 
 def select_action(
@@ -554,12 +559,10 @@ def train(
     every iteration, `save_fn(i, state)` after every `save_every` and after the last.
     """
     stop = config.iterations if stop is None else stop
-    step, fold_in = partial(train_step, config, env), jax.random.fold_in
-    if key.ndim == 1:
-        step, fold_in = jax.vmap(step), jax.vmap(fold_in, (0, None))
 
     def iteration(state, i):
-        state, metrics = step(state, fold_in(key, i))
+        step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
+        state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
             io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
         if save_fn is not None:
@@ -568,6 +571,13 @@ def train(
         return state, metrics
 
     return jax.lax.scan(iteration, state, jnp.arange(start, stop))
+
+
+def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
+    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    if shape == (1,):
+        return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
+    return jax.vmap(function) if shape else function
 
 
 def networks(state: TrainState) -> dict[str, Any]:
@@ -603,8 +613,8 @@ def evaluate(
     config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
 ) -> tuple[dict[str, Array], Any]:
     """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
-    reset_key, step_key = jax.random.split(key)
-    observation, env_state = jax.vmap(env.reset)(jax.random.split(reset_key, episodes))
+    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
+    observation, env_state = jax.vmap(env.reset)(keys[0, 0])
 
     def step(carry, keys):
         observation, env_state, over = carry
@@ -617,8 +627,7 @@ def evaluate(
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    keys = jax.random.split(step_key, (env.horizon, 2, episodes))
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys)
+    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
@@ -926,6 +935,7 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
 
 def main(argv: list[str] | None = None) -> None:
     """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # as fast, and a fifth quicker to compile
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
     worker, recorder = ThreadPoolExecutor(1), None
     try:
