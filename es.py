@@ -39,7 +39,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import equinox as eqx
 import jax
@@ -395,26 +395,26 @@ class Run:
         return keys[:, 0], keys[:, 1], keys[:, 2]
 
 
-def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
+def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     """Config, environment and run from the command line: a flag per field, the comment behind it is the help text.
 
     With --resume and --eval the defaults are those of the checkpoint, whose (header, state) come fourth.
     """
-    names, first = list(environments()), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for each in (first, parser):
-        each.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
-        each.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    layout = {"add_help": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve", **layout)
+    parser.error, names = refuse, list(environments())
+    parser.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
     for flag in ("--resume", "--eval"):
-        first.add_argument(flag, default="")
-    known, _ = first.parse_known_args(argv)
-    source, checkpoint, saved, free = known.resume or known.eval, None, {}, set()
+        parser.add_argument(flag, default="")
+    known, _ = parser.parse_known_args(argv)  # these three decide which flags there are and their defaults
+    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+
+    source, checkpoint, saved, free = known.resume or known.eval, None, {"env": known.env}, {"env"}
     if source:
         checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
-        if known.resume and not Path(known.resume).is_dir():
-            raise ValueError(f"--resume must be the folder of a run, got {known.resume}")
         saved, free = saved_settings(checkpoint[0], known.resume)
-        parser.set_defaults(env=saved["env"])
-    classes = Config, environments()[saved.get("env", known.env)], Run
+    parser.set_defaults(env=saved["env"])
+    classes = Config, environments()[saved["env"]], Run
     for cls in classes:
         comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
         for field in dataclasses.fields(cls):
@@ -422,17 +422,27 @@ def parse_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> t
             kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
             flag = "--" + field.name.replace("_", "-")
             parser.add_argument(flag, default=saved.get(field.name, field.default), help=comment[field.name], **kind)
+
     values = vars(parser.parse_args(argv))
-    for name in saved.keys() - free:
-        if values[name] != saved[name] and not (known.resume and name == LENGTH and values[name] > saved[name]):
+    for name in saved:
+        raised = known.resume and name == LENGTH and values[name] > saved[name]
+        if values[name] != saved[name] and name not in free and not raised:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} must be left out, {source} has {saved[name]!r}; got {values[name]!r}")
     settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
     return *settings, checkpoint
 
 
+def refuse(message: str) -> NoReturn:
+    """End with one line and exit code 2."""
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def saved_settings(header: dict, resume: str) -> tuple[dict[str, Any], set[str]]:
-    """The settings that a checkpoint brings, and the names of those that may differ from it."""
+    """The settings that a checkpoint brings, and the names of those that may differ from it. Raises ValueError."""
+    if resume and not Path(resume).is_dir():
+        raise ValueError(f"--resume must be the folder of a run, got {resume}")
     ((name, fields),), run = header["env"].items(), header["run"]
     saved = header["config"] | fields | {"env": name.lower(), "seed": run["seed"], "num_seeds": run["num_seeds"]}
     if resume:
@@ -599,9 +609,8 @@ def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
 
 def prepare(argv: list[str] | None) -> tuple:
     """Whatever can be refused; -> (config, env, run, state [S, ...], the iteration it stands at, recorder)"""
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     try:
-        config, env, run, checkpoint = parse_settings(parser, argv)
+        config, env, run, checkpoint = parse_settings(argv)
         init_key, *_ = run.keys()
         if checkpoint:
             header, state = checkpoint
@@ -612,7 +621,7 @@ def prepare(argv: list[str] | None) -> tuple:
         start = header["iteration"] if run.resume else 0
         return config, env, run, state, start, Recorder(config, env, run, state, start)
     except ValueError as error:
-        parser.error(str(error))
+        refuse(str(error))
 
 
 def work(config: Config, env, run: Run, state: TrainState, start: int, recorder: Recorder) -> None:
