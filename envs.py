@@ -4,10 +4,15 @@
     env.step(key, env_state, action)  -> (TimeStep, env_state)        never resets
     step_autoreset(env, key, ...)     -> (TimeStep, env_state, AgentObservation)
 
-An environment is a frozen (hashable) dataclass whose fields are its sizes and coefficients. It decides what the critic
-sees: an algorithm only asks for `AgentObservation.critic_input`. Everything is pure, of static shape, and for one
-episode: the caller vmaps. All agents end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not.
-Actions: [N] int in 0..action_size - 1, or with `continuous_actions` [N, action_size] float in [-1, 1].
+An environment is a frozen (hashable) dataclass whose fields are its sizes and coefficients; each becomes a flag, the
+comment behind it the help text. It decides what the critic sees: an algorithm only asks for
+`AgentObservation.critic_input`. Everything is pure, of static shape, and for one episode: the caller vmaps. All agents
+end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not. Actions: [N] int in
+0..action_size - 1, or with `continuous_actions` [N, action_size] float in [-1, 1].
+
+Beside `reset` and `step` it has `n_agents`, `horizon` (steps after which any episode is over), `action_size`,
+`continuous_actions` and `sample_action(key)`; `episode_summary(mean, last)`, which turns the info of an episode into
+`figures`; `text_map(trajectory)` and, for --render, `draw(trajectory, path)`.
 
 Axes: N agents, O observation, C critic observation, A actions, H x W grid cells (row, column), V window side.
 """
@@ -82,7 +87,7 @@ def zero_sums(env, episodes: int) -> EpisodeSums:
 
 def track_episode(env, sums: EpisodeSums, time_step: TimeStep) -> tuple[Array, dict[str, Array], EpisodeSums]:
     """Add a step; -> (done, the figures of the episode so far, sums that start again after the last step)."""
-    sums = EpisodeSums(*jax.tree.map(jnp.add, sums, EpisodeSums(1, time_step.reward, time_step.info)))
+    sums = jax.tree.map(jnp.add, sums, EpisodeSums(1, time_step.reward, time_step.info))
     mean_info = jax.tree.map(lambda x: x / sums.steps, sums.info)
     figures = env.episode_summary(mean_info, time_step.info) | {"episode_return": sums.reward.mean()}
     done = time_step.terminated | time_step.truncated

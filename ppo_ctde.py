@@ -66,7 +66,7 @@ from envs import (
     zero_sums,
 )
 
-# What --init-from takes over. Statistics without their count: those of another task are no more than a first guess.
+# What --init-from takes over. Statistics without their count: those of another task weigh no more than the fresh ones.
 NETWORKS = ("actor", "critic", "normalizer.mean", "normalizer.variance")
 LENGTH = "total_timesteps"  # the setting that --resume may raise
 EVAL_EPISODES, EVAL_DETERMINISTIC = 200, False
@@ -155,7 +155,7 @@ class Gaussian(NamedTuple):
     """Distribution of continuous actions, with independent entries. Not squashed: the environment clips."""
 
     mean: Array  # [..., A]
-    log_std: Array  # [..., A]
+    log_std: Array  # [A], the same in every state
 
     def sample(self, key: Array) -> Array:
         return self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape)
@@ -302,9 +302,9 @@ def act(
 ) -> tuple[Array, Array]:
     """The actions of one team, sampled or the modes; -> (action [N] or [N, A], log_prob [N])"""
     seen = perceive(config, state, observation)
-    choice = state.actor(seen.observation, seen.action_mask)
-    action = choice.mode() if deterministic else choice.sample(key)
-    return action, choice.log_prob(action)
+    distribution = state.actor(seen.observation, seen.action_mask)
+    action = distribution.mode() if deterministic else distribution.sample(key)
+    return action, distribution.log_prob(action)
 
 
 def select_action(
@@ -381,13 +381,16 @@ class Batch(NamedTuple):
     target: Array  # [N]
 
 
-def ppo_loss(networks: tuple[Actor, Critic], config: Config, batch: Batch) -> tuple[Array, dict]:
-    """Clipped surrogate, value error and entropy bonus (Schulman et al. 2017, eq. 9) over rows [B, N]."""
-    actor, critic = networks
-    observation = batch.observation
-    choice = actor(observation.observation, observation.action_mask)
+def ppo_loss(learner: tuple[Actor, Critic], config: Config, batch: Batch) -> tuple[Array, dict]:
+    """Clipped surrogate, value error and entropy bonus (Schulman et al. 2017, eq. 9) over rows [B, N].
 
-    ratio = jnp.exp(choice.log_prob(batch.action) - batch.log_prob)  # [B, N]
+    Advantages are normalized over the rows and agents of the minibatch.
+    """
+    actor, critic = learner
+    observation = batch.observation
+    distribution = actor(observation.observation, observation.action_mask)
+
+    ratio = jnp.exp(distribution.log_prob(batch.action) - batch.log_prob)  # [B, N]
     clipped = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
     advantage = (batch.advantage - batch.advantage.mean()) / (batch.advantage.std() + 1e-5)
     policy_loss = -jnp.minimum(ratio * advantage, clipped * advantage).mean()
@@ -395,7 +398,7 @@ def ppo_loss(networks: tuple[Actor, Critic], config: Config, batch: Batch) -> tu
     value = critic(observation.critic_input)
     value_loss = jnp.square(value - batch.target).mean()
 
-    entropy = choice.entropy().mean()
+    entropy = distribution.entropy().mean()
     loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
     return loss, {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "ratio": ratio.mean()}
 
@@ -414,11 +417,11 @@ def minibatch_rows(config: Config, rows: int, key: Array) -> Array:
 
 def update_minibatch(config: Config, batch: Batch, carry: tuple, row: Array) -> tuple[tuple, dict]:
     """One optimizer step on these rows of a batch; carry = ((actor, critic), optimizer_state)."""
-    networks, optimizer_state = carry
+    learner, optimizer_state = carry
     minibatch = jax.tree.map(lambda x: x[row], batch)
-    (_, metrics), gradient = jax.value_and_grad(ppo_loss, has_aux=True)(networks, config, minibatch)
+    (_, metrics), gradient = jax.value_and_grad(ppo_loss, has_aux=True)(learner, config, minibatch)
     update, optimizer_state = make_optimizer(config).update(gradient, optimizer_state)
-    return (optax.apply_updates(networks, update), optimizer_state), metrics
+    return (optax.apply_updates(learner, update), optimizer_state), metrics
 
 
 def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, dict]:
@@ -541,7 +544,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     if header["run"]["num_seeds"] not in (1, keys.size):
         raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
     saved, fresh = networks(saved), networks(state)
-    check_same_shapes(path, *(jax.tree.map(lambda x: x[0], each) for each in (saved, fresh)))
+    check_same_shapes("--init-from", path, saved, fresh)
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
     state = eqx.tree_at(lambda state: jax.tree.leaves(networks(state)), state, jax.tree.leaves(saved))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
@@ -575,7 +578,7 @@ def evaluate(
 
 def environments() -> dict[str, type]:
     """The environments to choose from with --env, the default first."""
-    return {"coverage": Coverage, "rendezvous": Rendezvous, "spread": Spread}
+    return {cls.__name__.lower(): cls for cls in (Coverage, Rendezvous, Spread)}
 
 
 def env_steps_per_iteration(config: Config, env) -> int:
@@ -591,6 +594,7 @@ def columns(env) -> dict[str, str]:
 # --- 7. running: arguments, logging, saving --------------------------------------------------------
 FORMAT = 1  # of a checkpoint
 FILES = ("config.json", "metrics.csv", "checkpoint.eqx")
+NOTHING_SAVED = "nothing was written"
 PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy")
 
 
@@ -631,27 +635,24 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     With --resume and --eval the defaults are those of the checkpoint, whose (header, state) come fourth.
     """
     layout = {"add_help": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve", **layout)
+    parser = argparse.ArgumentParser(allow_abbrev=False, **layout)
     parser.error, names = refuse, list(environments())
+    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="show this and exit")
     parser.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
-    for flag in ("--resume", "--eval"):
-        parser.add_argument(flag, default="")
-    known, _ = parser.parse_known_args(argv)  # these three decide which flags there are and their defaults
-    parser.add_argument("-h", "--help", action="help", help="show this and exit")
+    add_flags(parser, Run)
+    known, _ = parser.parse_known_args(argv)  # which flags follow and their defaults depends on these
 
-    source, checkpoint, saved, free = known.resume or known.eval, None, {"env": known.env}, {"env"}
+    source, checkpoint, saved, free = known.resume or known.eval, None, {"env": known.env}, set()
     if source:
         checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
         saved, free = saved_settings(checkpoint[0], known.resume)
-    parser.set_defaults(env=saved["env"])
     classes = Config, environments()[saved["env"]], Run
-    for cls in classes:
-        comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
-        for field in dataclasses.fields(cls):
-            kind = {"type": type(field.default), "choices": get_args(field.type) or None}
-            kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
-            flag = "--" + field.name.replace("_", "-")
-            parser.add_argument(flag, default=saved.get(field.name, field.default), help=comment[field.name], **kind)
+    for cls in classes[:2]:
+        add_flags(parser, cls)
+    parser.set_defaults(**saved)
+    if "help" in known:
+        parser.print_help()
+        raise SystemExit
 
     values = vars(parser.parse_args(argv))
     for name in saved:
@@ -661,6 +662,16 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
             raise ValueError(f"{flag} must be left out, {source} has {saved[name]!r}; got {values[name]!r}")
     settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
     return *settings, checkpoint
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
+    """A flag for every field of a dataclass."""
+    comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
+    for field in dataclasses.fields(cls):
+        kind = {"type": type(field.default), "choices": get_args(field.type) or None}
+        kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, default=field.default, help=comment.get(field.name), **kind)
 
 
 def refuse(message: str) -> NoReturn:
@@ -693,14 +704,17 @@ class Recorder:
         self.settings = {"format": FORMAT, "script": Path(__file__).name, "config": asdict(config)}
         self.settings |= {"env": {type(env).__name__: asdict(env)}, "run": asdict(run)}
         self.rows, self.seconds, self.saved = None, 0.0, "there is no checkpoint without --run-dir"
-        if run.run_dir and not run.resume and any((self.folder / name).exists() for name in FILES):
-            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one; see --resume")
+        held = [name for name in FILES if (self.folder / name).exists()]
+        if run.run_dir and held and not run.resume:
+            advice = "see --resume" if "checkpoint.eqx" in held else "without a checkpoint, delete it"
+            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one; {advice}")
         if run.run_dir:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.rows = self.open_rows(start)
                 versions = {name: version(name) for name in PACKAGES}
                 about = self.settings | {"command": sys.argv, "commit": git_commit(), "versions": versions}
+                about["xla_flags"] = os.environ.get("XLA_FLAGS", "")
                 write_whole(self.folder / "config.json", json.dumps(about, indent=2).encode() + b"\n")
             except OSError as error:
                 flag = "--resume" if run.resume else "--run-dir"
@@ -710,7 +724,8 @@ class Recorder:
     def open_rows(self, start: int):
         """metrics.csv without the rows that a resumed run is going to write again."""
         path = self.folder / "metrics.csv"
-        header, *rows = path.read_bytes().splitlines(keepends=True) if start and path.exists() else [b""]
+        lines = path.read_bytes().splitlines(keepends=True) if start and path.exists() else []
+        header, *rows = lines or [b""]
         rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[1]) <= start]
         self.seconds = float(rows[-1].split(b",")[-1]) if rows else 0.0
         write_whole(path, b"".join([header, *rows]))
@@ -734,7 +749,9 @@ class Recorder:
                 row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * self.env_steps}
                 row |= {name: value[s] for name, value in metrics.items()}
                 row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds + seconds, 2)}
-                csv.writer(self.rows).writerows([row] * (self.rows.tell() == 0) + [row.values()])
+                if self.rows.tell() == 0:
+                    csv.writer(self.rows).writerow(row)
+                csv.writer(self.rows).writerow(row.values())
             self.rows.flush()
         cells = [f"{done}/{self.iterations}".rjust(9), f"{done * self.env_steps:>11,}", f"{speed:>9,.0f}"]
         for header, name in self.columns.items():
@@ -803,9 +820,12 @@ def saved_task(header: dict) -> tuple[Config, Any]:
 def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
     """`policy(observation, key=None) -> action` from raw AgentObservations of one team; without a key the modes.
 
-    `index` counts the seeds of the run. Raises ValueError if the path is not a checkpoint of this script.
+    `index` counts the seeds of the run. Raises ValueError if the path is not a checkpoint of this script or has no such
+    seed.
     """
     header, state = load_checkpoint(path)
+    if not 0 <= index < header["run"]["num_seeds"]:
+        raise ValueError(f"index must be below {header['run']['num_seeds']}, the seeds of {path}, got {index}")
     config, env = saved_task(header)
     state = jax.tree.map(lambda x: x[index], state)
 
@@ -816,16 +836,16 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
     return policy
 
 
-def check_same_shapes(path: str, saved: Any, wanted: Any) -> None:
-    """Raise a ValueError that names the leaves in which two pytrees differ."""
+def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
+    """Raise a ValueError that names the leaves [S, ...] in which two pytrees differ, for any S."""
     saved, wanted = (
-        {jax.tree_util.keystr(name): leaf.shape for name, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        {jax.tree_util.keystr(name): leaf.shape[1:] for name, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (saved, wanted)
     )
     differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
     if differing:
         leaves = ", ".join(f"{name} {saved.get(name)} instead of {wanted.get(name)}" for name in differing)
-        raise ValueError(f"--init-from must have the same architecture, {path} has {leaves}")
+        raise ValueError(f"{flag} must have the same architecture, {path} has {leaves}")
 
 
 def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
@@ -842,12 +862,14 @@ def prepare(argv: list[str] | None) -> tuple:
     try:
         config, env, run, checkpoint = parse_settings(argv)
         init_key, *_ = run.keys()
+        init = jax.vmap(partial(init_state, config, env))
         if checkpoint:
             header, state = checkpoint
+            check_same_shapes("--eval", run.eval, *map(networks, (state, jax.eval_shape(init, init_key))))
         elif run.init_from:
             state = init_state_from_checkpoint(config, env, init_key, run.init_from)
         else:
-            state = jax.vmap(partial(init_state, config, env))(init_key)
+            state = init(init_key)
         start = header["iteration"] if run.resume else 0
         return config, env, run, state, start, Recorder(config, env, run, state, start)
     except ValueError as error:
@@ -858,19 +880,19 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
     """Train, unless it is only to evaluate, then evaluate."""
     _, train_key, eval_key = run.keys()
     if not run.eval:
+        size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in state._asdict().items()}
+        parts = ", ".join(f"{name} {count / 1e6:.1f}" for name, count in size.items() if count >= 5e4)
+        print(f"state of {sum(size.values()) / 1e6:.1f} MB: {parts}", flush=True)
         started = time.perf_counter()
         save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
         compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
-        size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in state._asdict().items()}
-        parts = ", ".join(f"{name} {count / 1e6:.1f}" for name, count in size.items() if count >= 5e4)
-        print(f"state of {sum(size.values()) / 1e6:.1f} MB: {parts}")
         print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
         recorder.start()
         state, _ = jax.block_until_ready(compiled(state, train_key))
         jax.effects_barrier()
 
-    each_seed = lambda pair: evaluate(config, env, *pair, run.episodes, run.deterministic)  # noqa: E731
-    figures, trajectory = jax.jit(partial(jax.lax.map, each_seed))((state, eval_key))
+    evaluate_seed = lambda pair: evaluate(config, env, *pair, run.episodes, run.deterministic)  # noqa: E731
+    figures, trajectory = jax.jit(partial(jax.lax.map, evaluate_seed))((state, eval_key))
     print(env)
     for s in range(run.num_seeds):
         print(evaluation_line(run.seed + s, {name: figures[name][s] for name in env.figures}))
@@ -883,17 +905,17 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
 
 def main(argv: list[str] | None = None) -> None:
     """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # as fast, and a fifth quicker to compile
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # on a CPU as fast, compiles quicker
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
     worker, recorder = ThreadPoolExecutor(1), None
     try:
         *prepared, recorder = worker.submit(prepare, argv).result()
         worker.submit(work, *prepared, recorder).result()
     except KeyboardInterrupt:
-        print(f"interrupted: {recorder.saved if recorder else 'nothing was written'}", file=sys.stderr, flush=True)
+        print(f"interrupted: {recorder.saved if recorder else NOTHING_SAVED}", file=sys.stderr, flush=True)
         os._exit(130)
     except (jax.errors.JaxRuntimeError, OSError) as error:  # such as a failed write: the text ends with the cause
-        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}; {recorder.saved}")
+        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}; {recorder.saved if recorder else NOTHING_SAVED}")
 
 
 if __name__ == "__main__":

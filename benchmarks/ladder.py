@@ -14,8 +14,8 @@ WARM = "--num-envs 64 --lr 7e-4"
 RUNGS = {
     "16x16/4": "--grid 16 --n-agents 4",
     "24x24/6": f"--grid 24 --n-agents 6 {WARM} --total-timesteps 2_400_000 --lagrange-init 0.7 --cost-limit 0.04",
-    "32x32/10": f"--grid 32 --n-agents 10 {WARM} --total-timesteps 480_000 --lagrange-lr 0.3 --cost-limit 0.047 "
-    "--ent-coef 0.003",
+    "32x32/10": f"--grid 32 --n-agents 10 {WARM} --total-timesteps 480_000 --lagrange-init 1.2 "
+    "--lagrange-lr 0.3 --cost-limit 0.04 --ent-coef 0.003",
 }
 
 
@@ -30,10 +30,11 @@ def main() -> None:
             run_dir = arguments.run_dir / f"{name.replace('/', '-')}-seed{seed}"
             command = [sys.executable, ROOT / "ppo_ctde.py", *flags.split(), "--seed", str(seed), "--run-dir", run_dir]
             started = time.perf_counter()
-            output = subprocess.run(
-                [*command, "--init-from", below] if below else command, check=True, capture_output=True, text=True
-            ).stdout
-            evaluation = next(line for line in output.splitlines() if line.startswith("evaluation"))
+            command += ["--init-from", below] if below else []
+            result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if result.returncode:
+                sys.exit(result.returncode)  # the script has said why
+            evaluation = next(line for line in result.stdout.splitlines() if line.startswith("evaluation"))
             print(f"{name:9} {time.perf_counter() - started:6.0f} s  {evaluation}", flush=True)
             below = run_dir
 

@@ -1,11 +1,13 @@
 """What it costs to log and save, and whether killed runs resume exactly: `python benchmarks/runs.py`.
 
-Kills runs of all four scripts at random moments, resumes them, and compares state and metrics bit for bit with a run
-that was never stopped; then measures the callbacks, the checkpoint of a large state, and the time to the first line.
+Measures the time to the first line, the callbacks, and the checkpoint of a large state; then kills runs of all four
+scripts at random moments, resumes them, and compares state and metrics bit for bit with a run that was never stopped.
 """
 
 import argparse
+import contextlib
 import csv
+import io
 import json
 import random
 import subprocess
@@ -45,6 +47,7 @@ def kill_and_resume(script: str, whole: Path, folder: Path) -> int:
     wanted = random.randint(15, len(outcome(whole)[1]) - 15)
     process = subprocess.Popen([*command, *TASKS[script].split(), "--run-dir", folder], stdout=subprocess.DEVNULL)
     while not rows.exists() or rows.read_bytes().count(b"\n") < wanted:
+        assert process.poll() is None, f"{script} ended before row {wanted}"
         time.sleep(random.uniform(0, 0.01))
     process.kill()
     process.wait()
@@ -70,15 +73,17 @@ def callbacks(folder: Path) -> None:
     init_key, train_key, _ = run.keys()
     state = jax.vmap(lambda key: ppo_ctde.init_state(config, env, key))(init_key)
     recorder = ppo_ctde.Recorder(config, env, run, state, 0)
-    recorder.start()
+    with contextlib.redirect_stdout(io.StringIO()):
+        recorder.start()
     hooks = {"log_fn": recorder.log, "save_fn": recorder.save, "save_every": run.save_every}
     programs = [ppo_ctde.train.lower(config, env, state, train_key, **each).compile() for each in (hooks, {})]
     times = [[], []]
     for _ in range(5):
         for program, record in zip(programs, times, strict=True):
             started = time.perf_counter()
-            jax.block_until_ready(program(state, train_key))
-            jax.effects_barrier()
+            with contextlib.redirect_stdout(io.StringIO()):
+                jax.block_until_ready(program(state, train_key))
+                jax.effects_barrier()
             record.append(time.perf_counter() - started)
     with_callbacks, without = map(median, times)
     print(f"callbacks: {100 * (with_callbacks / without - 1):.1f} % of a run of 40 iterations ({without:.1f} s)")

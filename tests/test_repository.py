@@ -24,11 +24,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import LESS
 from packaging.requirements import Requirement
 
 import envs
 import es
 import merl
+from benchmarks import ladder, runs
 
 ROOT = Path(merl.__file__).parent
 MODULES = {path.stem: importlib.import_module(path.stem) for path in sorted(ROOT.glob("*.py"))}
@@ -43,7 +45,7 @@ SHARED = """Trunk linear small_linear compute_gae minibatch_rows make_optimizer 
 DOCUMENTED = "--grid 10 --n-agents 4 --outer 3 --grad-steps 3 --pop 8 --flock scripted --rollouts 4"
 # A script finds only what lies beside it, has no missing device to warn of and compiles fast.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-ENVIRONMENT |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ENVIRONMENT |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(LESS))}
 
 
 def run(*argv, cwd: Path = ROOT) -> tuple[int, str, str]:
@@ -184,9 +186,25 @@ def test_readme_shows_only_flags_that_exist():
     assert flags(" ".join(span for span in spans if span.startswith("--"))) <= set().union(*known.values())
 
 
-def test_readme_describes_every_flag_of_merl():
-    wanted = {flag for cls in settings("merl", "coverage") for flag in flag_comments(cls)}
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_readme_describes_every_flag(script):
+    wanted = {
+        flag for env in MODULES[script].environments() for cls in settings(script, env) for flag in flag_comments(cls)
+    }
     assert wanted <= flags(" ".join(readme()[1]))
+
+
+def test_commands_of_readme_and_benchmarks_are_accepted():
+    """As far as that is decided before anything is compiled or read from a file."""
+    lines, spans = readme()
+    commands = re.findall(r"python (\w+)\.py([^;&|#\n]*)", "\n".join(lines + spans))
+    commands += [("ppo_ctde", arguments) for arguments in ladder.RUNGS.values()]
+    commands += [(script.removesuffix(".py"), arguments) for script, arguments in runs.TASKS.items()]
+    assert len(commands) > 15
+    for script, arguments in commands:
+        if not flags(arguments) & {"--resume", "--eval", "--help"}:
+            config, env, *_ = MODULES[script].parse_settings(arguments.replace("--seed S", "--seed 0").split())
+            jax.eval_shape(partial(MODULES[script].init_state, config, env), jax.random.key(0))
 
 
 # --- 5. a run from start to end -------------------------------------------------------------------
@@ -230,6 +248,13 @@ def test_run_prints_aligned_lines_the_evaluation_and_the_map(documented):
 
     assert len(city) == 10 and "".join(city).count("*") == 4
     assert all(re.fullmatch(r"([.0-3][ *]){10}", row.ljust(20)) for row in city)
+
+
+def test_evaluation_goes_to_another_map_and_team(documented, capsys):
+    merl.main(["--eval", str(documented[1]), "--grid", "12", "--n-agents", "5", "--episodes", "2"])
+    task, evaluation, *city = capsys.readouterr().out.splitlines()
+    assert task == str(envs.Coverage(grid=12, n_agents=5)) and evaluation.startswith("evaluation seed=0 episodes=2 ")
+    assert len(city) == 12 and "".join(city).count("*") == 5
 
 
 def test_run_folder_is_complete(documented):
@@ -327,6 +352,8 @@ REFUSALS = {  # what the line says: arguments
     "{flag} must have the same architecture, {value} has ": "--init-from DIR/other",
     "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below",
     "{flag} must be a folder without a run, {value} holds one; see --resume": "--run-dir DIR/merl",
+    "{flag} must be a folder without a run, {value} holds one; without a checkpoint, delete it": ""
+    "--run-dir DIR/started",
     "{flag} must be a .png or .gif file in a folder that exists, got {value}": "--render a.jpg, --render DIR/no/a.png",
     "{flag} must be at least 2, got {value}": "--episodes 1",
     "--num-seeds must be 2 as in {value}, got 1": "--init-from DIR/two",
@@ -354,6 +381,8 @@ def inputs(tmp_path_factory) -> Path:
         (folder / f"cut_{name}").write_bytes(content[:end])
     (folder / "text").write_text("not a checkpoint\n")
     (folder / "empty").mkdir()
+    (folder / "started").mkdir()
+    (folder / "started" / "metrics.csv").write_text("")
     return folder
 
 
@@ -372,6 +401,9 @@ RESUME = {
     "--resume DIR/merl --outer 59": "--outer must be left out, DIR/merl has 60; got 59",
     "--resume DIR/merl --eval DIR/other": "--eval must be left out, DIR/merl has ''; got 'DIR/other'",
     "--eval DIR/merl --outer 70": "--outer must be left out, DIR/merl has 60; got 70",
+    "--eval DIR/merl --view-r 4": "--eval must have the same architecture, DIR/merl has "
+    "['critic'].trunk.layers[0].weight (64, 450) instead of (64, 642), "
+    "['policy'].trunk.layers[0].weight (64, 224) instead of (64, 320)",
     "--eval DIR/merl --run-dir DIR/new": "--run-dir must be left out, DIR/merl has ''; got 'DIR/new'",
 }
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from test_repository import ENVIRONMENT, MODULES, ROOT, metrics, run
 
+from envs import Coverage, Rendezvous, Spread
+
 ITERATIONS = 200
 TASKS = {  # with so many iterations of the smallest size
     "ppo_ctde": "--env rendezvous --num-envs 2 --num-steps 4 --num-minibatches 1 --hidden 4 --total-timesteps 1600",
@@ -75,6 +77,7 @@ def test_rows_and_lines_carry_the_seed(finished):
     loss = next(name for name in rows[0] if name.endswith("loss"))
     assert rows[-1][loss] != rows[-2][loss]
     line = next(line for line in out if line.strip().startswith(f"{ITERATIONS}/"))
+    assert float(rows[-1]["env_steps_per_second"]) * float(rows[-1]["seconds"]) == pytest.approx(2 * 1600, rel=0.1)
     last = out[2].split()[-2]  # column in front of the time left
     value = [float(row[last]) for row in rows[-2:]]
     assert re.search(re.escape(f" {np.mean(value):.2f} ± {np.std(value):.2f} "), line)
@@ -87,12 +90,13 @@ def test_each_seed_behaves_as_it_would_alone(continued):
     module = MODULES[script]
     config, env = module.saved_task(module.load_checkpoint(folder)[0])
     init_keys, train_keys, _ = module.Run(seed=3, num_seeds=2).keys()
-    start = jax.vmap(partial(module.init_state, config, env))(init_keys)
-    state, row = module.train(config, env, start, train_keys, stop=1)
-    both = jax.tree.map(lambda x: x[1], state), jax.tree.map(lambda x: x[:, 1], row)
-    init_key, train_key, _ = (keys[0] for keys in module.Run(seed=4).keys())  # noqa: SIM118
-    single = module.train(config, env, module.init_state(config, env, init_key), train_key, stop=1)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), both, single)
+    init = jax.vmap(partial(module.init_state, config, env))
+    state, row = module.train(config, env, init(init_keys), train_keys, stop=1)
+    second = jax.tree.map(lambda x: x[1:], state), jax.tree.map(lambda x: x[:, 1:], row)
+    init_key, train_key, _ = module.Run(seed=4).keys()
+    alone = module.train(config, env, init(init_key), train_key, stop=1)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), second, alone)
+    jax.tree.map(lambda one, other: np.testing.assert_equal(one.shape, other.shape), second, alone)
 
 
 # --- resuming -------------------------------------------------------------------------------------
@@ -105,6 +109,7 @@ def kill_at_random(folder: Path, *argv) -> None:
     deadline = time.monotonic() + 300
     while not path.exists() or path.read_bytes().count(b"\n") < rows:
         assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
     process.kill()
     process.wait()
 
@@ -134,6 +139,16 @@ def test_longer_run_continues_the_finished_one(continued, tmp_path):
     assert rows[:400] == outcome(whole, script)[2]
 
 
+def test_lost_rows_do_not_keep_a_run_from_going_on(continued, tmp_path):
+    module = MODULES[continued[0]]
+    header, state = module.load_checkpoint(continued[1])
+    (tmp_path / "metrics.csv").write_bytes(b"")
+    run = module.Run(**header["run"] | {"run_dir": str(tmp_path), "resume": str(tmp_path)})
+    recorder = module.Recorder(*module.saved_task(header), run, state, header["iteration"])
+    recorder.rows.close()
+    assert (tmp_path / "metrics.csv").read_bytes() == b"" and recorder.seconds == 0
+
+
 # --- evaluation, loading, drawing -----------------------------------------------------------------
 def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(continued):
     script, folder, out = continued
@@ -157,6 +172,8 @@ observation, _ = env.reset(jax.random.key(5))
 policy = {script}.load_policy("checkpoint.eqx", index=1)
 print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.key(6)).tolist()]))"""
     modes, sampled = eval(printed("-c", code, cwd=tmp_path)[0])
+    with pytest.raises(ValueError, match="index must be below 2, the seeds of"):
+        module.load_policy(folder, index=2)
     header, state = module.load_checkpoint(folder)
     config, env = module.saved_task(header)
     trained = jax.tree.map(lambda x: x[1], state)
@@ -166,13 +183,29 @@ print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.k
         np.testing.assert_allclose(action, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("suffix", ["png", "gif"])
-def test_drawing(continued, tmp_path, suffix):
+def test_evaluation_draws_an_episode(continued, tmp_path):
     pytest.importorskip("matplotlib")
     script, folder, _ = continued
-    path = tmp_path / f"episode.{suffix}"
+    path = tmp_path / "episode.gif"
     assert printed(f"{script}.py", "--eval", folder, "--render", path, "--episodes", 8)[-1] == f"drawn to {path}"
-    assert path.read_bytes()[:4] == {"png": b"\x89PNG", "gif": b"GIF8"}[suffix]
+    assert path.read_bytes()[:4] == b"GIF8"
+
+
+@pytest.mark.parametrize("env", [Coverage(grid=6, obstacle_density=0.5), Spread(), Rendezvous(n_agents=3)])
+def test_drawing(env, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def step(env_state, key):
+        _, env_state = env.step(key, env_state, env.sample_action(key))
+        return env_state, env_state
+
+    walk = jax.jit(lambda key: jax.lax.scan(step, env.reset(key)[1], jax.random.split(key, 7))[1])
+    pictures = []
+    for seed in (0, 1):
+        path = tmp_path / f"{seed}.png"
+        env.draw(jax.tree.map(np.asarray, walk(jax.random.key(seed))), str(path))
+        pictures.append(path.read_bytes())
+    assert pictures[0][:4] == b"\x89PNG" and pictures[0] != pictures[1]
 
 
 # --- failure --------------------------------------------------------------------------------------

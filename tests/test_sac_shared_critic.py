@@ -227,6 +227,36 @@ def test_pooled_update_uses_the_rows_of_every_agent(state, batch):
         np.testing.assert_array_equal(leaf[1:], old[1:])  # the others wait for sync
 
 
+def test_next_actions_and_their_entropy_are_those_of_each_agents_own_actor(state, batch):
+    team = state.team._replace(log_alpha=jnp.log(jnp.array([0.1, 0.5, 2.0])))
+    _, metrics = sac.update_critics(SMALL, team, key(4), batch)
+    noise, next_action, bonus = jax.random.normal(key(4), batch.action.shape), [], []
+    for i in range(3):
+        agent = jax.tree.map(lambda x, i=i: x[i], team)
+        action, log_prob = sac.sample_action(agent.actor, batch.next_observation.observation[:, i], noise[:, i])
+        next_action.append(action), bonus.append(-[0.1, 0.5, 2.0][i] * log_prob)
+    rows = sac.pool(sac.CriticBatch(batch, jnp.stack(next_action, 1), jnp.stack(bonus, 1)))
+    first = jax.tree.map(lambda x: x[0], team.critics)
+    loss, value = sac.critic_loss(first.critic, SMALL, first.target_critic, rows)
+    np.testing.assert_allclose([metrics["critic_loss"], metrics["value"]], [loss, value], rtol=1e-5)
+
+
+def test_every_actor_steps_on_its_own_rows(state, batch):
+    team, metrics = sac.update_actors(SMALL, state.team, key(4), batch)
+    noise = jax.random.normal(key(4), batch.action.shape)
+    for i in range(3):
+        agent, observation = (
+            jax.tree.map(lambda x, i=i: x[i], state.team),
+            AgentObservation(batch.observation.observation[:, i], batch.observation.critic_input[:, i]),
+        )
+        alone, expected = ACTOR_STEP(agent, observation, noise[:, i])
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), {n: m[i] for n, m in metrics.items()}, expected
+        )
+        stepped = jax.tree.map(lambda x, i=i: x[i], (team.actor, team.log_alpha))
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), stepped, (alone.actor, alone.log_alpha))
+
+
 def test_sync_copies_the_first_agents_critics_and_nothing_else(state):
     number = jax.tree.map(lambda x: x + jnp.arange(3).reshape(3, *[1] * (x.ndim - 1)).astype(x.dtype), state.team)
     synced = sac.sync(number)
@@ -264,6 +294,23 @@ def test_sampled_actions_have_the_density_that_is_claimed(state):
     log_normal = -0.5 * np.square(noise) - log_std - 0.5 * np.log(2 * np.pi)
     expected = log_normal - np.log(1 - np.square(np.tanh(mean + np.exp(log_std) * noise)))
     np.testing.assert_allclose(log_prob, expected.sum(-1), atol=1e-4)
+
+
+def test_teams_act_by_samples_or_modes_of_each_agents_own_actor(state):
+    team = jax.tree.map(lambda x: x[0], state.observation)
+    seen = sac.perceive(SMALL, state, team).observation
+    mean, log_std = (
+        jnp.stack(x)
+        for x in zip(*(jax.tree.map(lambda x, i=i: x[i], state.team.actor)(seen[i]) for i in range(3)), strict=True)
+    )
+    act = lambda key, deterministic: sac.select_action(SMALL, ENV, state, team, key, deterministic)  # noqa: E731
+    np.testing.assert_allclose(act(key(), True), jnp.tanh(mean), atol=1e-6)
+    drawn = np.arctanh(
+        np.asarray(jax.vmap(partial(act, deterministic=False))(jax.random.split(key(), 5000)), np.float64)
+    )
+    np.testing.assert_allclose(np.median(drawn, 0), mean, atol=0.1 * np.exp(log_std).max())
+    spread = np.diff(np.quantile(drawn, [0.1587, 0.8413], axis=0), axis=0)[0] / 2  # one standard deviation
+    np.testing.assert_allclose(spread, np.exp(log_std), rtol=0.1)
 
 
 @pytest.mark.parametrize(("log_std", "direction"), [(-20.0, 1), (0.0, -1)])
@@ -356,6 +403,8 @@ def test_buffer_is_all_that_grows_with_its_size():
 def test_statistics_of_the_two_observations_are_those_of_all_rows(trained):
     state, row = trained, trained.buffer.row
     assert state.normalizer.count == (20 + 64) * 3
+    steps = [leaf for leaf in jax.tree.leaves(state.team) if leaf.dtype == jnp.int32]  # of the optimizers
+    assert steps and all((step == SMALL.optimizer_steps).all() for step in steps)
     for name in ("observation", "critic_observation"):
         rows = np.asarray(getattr(row.observation, name)).reshape(84 * 3, -1)
         np.testing.assert_allclose(getattr(state.normalizer.mean, name), rows.mean(0), atol=1e-4)
