@@ -401,8 +401,9 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
 
     With --resume and --eval the defaults are those of the checkpoint, whose (header, state) come fourth.
     """
-    layout = {"add_help": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    parser = argparse.ArgumentParser(allow_abbrev=False, **layout)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.error, names = refuse, list(environments())
     parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="show this and exit")
     parser.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
@@ -473,8 +474,8 @@ class Recorder:
         self.rows, self.seconds, self.saved = None, 0.0, "there is no checkpoint without --run-dir"
         held = [name for name in FILES if (self.folder / name).exists()]
         if run.run_dir and held and not run.resume:
-            advice = "see --resume" if "checkpoint.eqx" in held else "without a checkpoint, delete it"
-            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one; {advice}")
+            advice = "; see --resume" if "checkpoint.eqx" in held else " with no checkpoint: delete it"
+            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one{advice}")
         if run.run_dir:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)

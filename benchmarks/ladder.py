@@ -14,8 +14,8 @@ WARM = "--num-envs 64 --lr 7e-4"
 RUNGS = {
     "16x16/4": "--grid 16 --n-agents 4",
     "24x24/6": f"--grid 24 --n-agents 6 {WARM} --total-timesteps 2_400_000 --lagrange-init 0.7 --cost-limit 0.04",
-    "32x32/10": f"--grid 32 --n-agents 10 {WARM} --total-timesteps 480_000 --lagrange-init 1.2 "
-    "--lagrange-lr 0.3 --cost-limit 0.04 --ent-coef 0.003",
+    "32x32/10": f"--grid 32 --n-agents 10 {WARM} --total-timesteps 480_000 --lagrange-init 1.8 "
+    "--lagrange-lr 0.1 --cost-limit 0.045 --ent-coef 0.003",
 }
 
 

@@ -352,8 +352,7 @@ REFUSALS = {  # what the line says: arguments
     "{flag} must have the same architecture, {value} has ": "--init-from DIR/other",
     "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below",
     "{flag} must be a folder without a run, {value} holds one; see --resume": "--run-dir DIR/merl",
-    "{flag} must be a folder without a run, {value} holds one; without a checkpoint, delete it": ""
-    "--run-dir DIR/started",
+    "{flag} must be a folder without a run, {value} holds one with no checkpoint: delete it": "--run-dir DIR/started",
     "{flag} must be a .png or .gif file in a folder that exists, got {value}": "--render a.jpg, --render DIR/no/a.png",
     "{flag} must be at least 2, got {value}": "--episodes 1",
     "--num-seeds must be 2 as in {value}, got 1": "--init-from DIR/two",
