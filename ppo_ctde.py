@@ -314,7 +314,7 @@ def select_action(
     return act(config, state, observation, key, deterministic)[0]
 
 
-def evaluate_state(config: Config, state: TrainState, observation: AgentObservation) -> Array:
+def critic_value(config: Config, state: TrainState, observation: AgentObservation) -> Array:
     """The critic's value for each agent of one team, [N]."""
     return state.critic(perceive(config, state, observation).critic_input)
 
@@ -329,8 +329,8 @@ def interact(config: Config, env, state: TrainState, carry: tuple, keys: Array):
         observation=observation,
         action=action,
         log_prob=log_prob,
-        value=evaluate_state(config, state, observation),
-        next_value=evaluate_state(config, state, time_step.observation),
+        value=critic_value(config, state, observation),
+        next_value=critic_value(config, state, time_step.observation),
         reward=time_step.reward,
         cost=time_step.cost,
         terminated=time_step.terminated,

@@ -175,8 +175,8 @@ def squashed_log_prob(u: Array, mean: Array, log_std: Array) -> Array:
     return (log_normal - 2 * (jnp.log(2.0) - u - jax.nn.softplus(-2 * u))).sum(-1)
 
 
-def sample_action(actor: Actor, observation: Array, noise: Array) -> tuple[Array, Array]:
-    """[..., O], standard normal [..., A] -> (action in [-1, 1] [..., A], log_prob [...]). Differentiable in actor."""
+def squashed_sample(actor: Actor, observation: Array, noise: Array) -> tuple[Array, Array]:
+    """An action in [-1, 1] and its log-density, reparametrized; [..., O], standard normal [..., A] -> [..., A], [...]."""
     mean, log_std = actor(observation)
     u = mean + jnp.exp(log_std) * noise
     return jnp.tanh(u), squashed_log_prob(u, mean, log_std)
@@ -360,7 +360,7 @@ def critic_step(config: Config, critics: Critics, batch: CriticBatch) -> tuple[C
 def update_critics(config: Config, team: Team, key: Array, batch: Transition) -> tuple[Team, dict]:
     """A critic step of the first agent on the pooled batch; without sharing one of every agent on its own rows."""
     noise = jax.random.normal(key, batch.action.shape)
-    each_agent = jax.vmap(sample_action, (0, 1, 1), 1)
+    each_agent = jax.vmap(squashed_sample, (0, 1, 1), 1)
     next_action, log_prob = each_agent(team.actor, batch.next_observation.observation, noise)
     batch = CriticBatch(batch, next_action, -jnp.exp(team.log_alpha) * log_prob)
     if config.share_critic:
@@ -374,7 +374,7 @@ def update_critics(config: Config, team: Team, key: Array, batch: Transition) ->
 def actor_loss(learner: tuple[Actor, Array], twins: Critic, observation: AgentObservation, noise: Array) -> tuple:
     """Losses of one agent's actor and temperature, rows [B, ...], noise [B, A]. (Haarnoja et al. 2018, eq. 7, 18)"""
     actor, log_alpha = learner
-    action, log_prob = sample_action(actor, observation.observation, noise)
+    action, log_prob = squashed_sample(actor, observation.observation, noise)
     alpha = jnp.exp(log_alpha)
     value = smaller_value(twins, observation.critic_input, action)
     actor_loss = (jax.lax.stop_gradient(alpha) * log_prob - value).mean()

@@ -54,7 +54,7 @@ def test_probe_values(kind, seen, value, normalize, continuous):
     )
     state, _ = run(config, Probe(kind, continuous_actions=continuous))
     observation = AgentObservation(jnp.array(seen, float))
-    np.testing.assert_allclose(ppo_ctde.evaluate_state(config, state, observation), value, atol=0.1)
+    np.testing.assert_allclose(ppo_ctde.critic_value(config, state, observation), value, atol=0.1)
     if kind in ("action", "both"):
         shown = ppo_ctde.perceive(config, state, observation).observation
         choice = jax.vmap(state.actor)(shown)

@@ -233,7 +233,7 @@ def test_next_actions_and_their_entropy_are_those_of_each_agents_own_actor(state
     noise, next_action, bonus = jax.random.normal(key(4), batch.action.shape), [], []
     for i in range(3):
         agent = jax.tree.map(lambda x, i=i: x[i], team)
-        action, log_prob = sac.sample_action(agent.actor, batch.next_observation.observation[:, i], noise[:, i])
+        action, log_prob = sac.squashed_sample(agent.actor, batch.next_observation.observation[:, i], noise[:, i])
         next_action.append(action), bonus.append(-[0.1, 0.5, 2.0][i] * log_prob)
     rows = sac.pool(sac.CriticBatch(batch, jnp.stack(next_action, 1), jnp.stack(bonus, 1)))
     first = jax.tree.map(lambda x: x[0], team.critics)
@@ -289,7 +289,7 @@ def test_sampled_actions_have_the_density_that_is_claimed(state):
     observation = jnp.linspace(-1, 1, 18)
     mean, log_std = (np.asarray(x, np.float64) for x in actor(observation))
     noise = jnp.linspace(-2, 2, 10).reshape(5, 2)
-    action, log_prob = jax.vmap(partial(sac.sample_action, actor, observation))(noise)
+    action, log_prob = jax.vmap(partial(sac.squashed_sample, actor, observation))(noise)
     np.testing.assert_allclose(action, np.tanh(mean + np.exp(log_std) * noise), atol=1e-6)
     log_normal = -0.5 * np.square(noise) - log_std - 0.5 * np.log(2 * np.pi)
     expected = log_normal - np.log(1 - np.square(np.tanh(mean + np.exp(log_std) * noise)))
@@ -358,7 +358,7 @@ def test_actor_climbs_its_critic_and_pays_for_its_certainty(state, batch):
     _, metrics = sac.actor_loss((agent.actor, agent.log_alpha), agent.critics.critic, observation, noise)
     expected = 0.0
     for b in range(SMALL.batch_size):
-        action, log_prob = sac.sample_action(agent.actor, observation.observation[b], noise[b])
+        action, log_prob = sac.squashed_sample(agent.actor, observation.observation[b], noise[b])
         twin = [jax.tree.map(lambda x, i=i: x[i], agent.critics.critic) for i in (0, 1)]
         value = min(each(observation.critic_input[b], action) for each in twin)
         expected += (0.3 * log_prob - value) / SMALL.batch_size
