@@ -176,7 +176,7 @@ def squashed_log_prob(u: Array, mean: Array, log_std: Array) -> Array:
 
 
 def squashed_sample(actor: Actor, observation: Array, noise: Array) -> tuple[Array, Array]:
-    """An action in [-1, 1] and its log-density, reparametrized; [..., O], standard normal [..., A] -> [..., A], [...]."""
+    """An action in [-1, 1] and its log-density, reparametrized; [..., O], normal noise [..., A] -> [..., A], [...]."""
     mean, log_std = actor(observation)
     u = mean + jnp.exp(log_std) * noise
     return jnp.tanh(u), squashed_log_prob(u, mean, log_std)
