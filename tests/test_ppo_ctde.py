@@ -22,6 +22,7 @@ class Dear(Probe):
 
 
 SMALL = Config(total_timesteps=64, num_envs=4, num_steps=8, num_minibatches=2, hidden=8)
+LOSS = jax.jit(jax.value_and_grad(ppo_ctde.ppo_loss, has_aux=True), static_argnums=1)
 
 
 def run(config, env, seed=0):
@@ -172,7 +173,7 @@ def test_every_epoch_takes_every_row_once_in_an_order_of_its_own():
 
 def test_ratio_is_one_before_the_first_update(rollout):
     state, batch = rollout
-    _, metrics = ppo_ctde.ppo_loss((state.actor, state.critic), SMALL, batch)
+    (_, metrics), _ = LOSS((state.actor, state.critic), SMALL, batch)
     np.testing.assert_allclose(metrics["ratio"], 1.0, atol=1e-5)
     np.testing.assert_allclose(metrics["policy_loss"], 0.0, atol=1e-5)  # minus the mean of normalized advantages
 
@@ -183,7 +184,7 @@ def test_loss_equals_slow_recomputation(rollout):
     rng = np.random.default_rng(0)
     moved = lambda x: x + jnp.asarray(rng.normal(0, 0.4, x.shape), jnp.float32)  # noqa: E731
     batch = batch._replace(log_prob=moved(batch.log_prob), target=moved(batch.target))
-    total, metrics = ppo_ctde.ppo_loss((state.actor, state.critic), SMALL, batch)
+    (total, metrics), _ = LOSS((state.actor, state.critic), SMALL, batch)
 
     seen = batch.observation
     probability = np.exp(np.asarray(state.actor(seen.observation, seen.action_mask).log_probs, np.float64))
@@ -220,8 +221,8 @@ def test_loss_is_finite_on_one_row_and_on_constant_advantages(rollout):
     one_row = jax.tree.map(lambda x: x[:1, :1], batch)
     constant = batch._replace(advantage=jnp.full_like(batch.advantage, 3.0))
     for rows in (one_row, constant):
-        gradient = jax.grad(ppo_ctde.ppo_loss, has_aux=True)((state.actor, state.critic), SMALL, rows)[0]
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+        outcome = LOSS((state.actor, state.critic), SMALL, rows)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(outcome))
 
 
 def test_masked_actions_have_no_probability_and_entropy_stays_finite(rollout):
@@ -340,7 +341,7 @@ def test_seed_decides_and_no_key_is_used_twice():
     assert (np.asarray(other.actor.head.weight) != np.asarray(first.actor.head.weight)).any()
 
 
-def test_warm_start_across_grid_and_team_size_and_refusal(tmp_path):
+def test_warm_start_across_grid_and_team_size(tmp_path):
     small, large = Coverage(grid=6, n_agents=2, horizon=8), Coverage(grid=9, n_agents=4, horizon=8)
     saved = ppo_ctde.init_state(SMALL, small, jax.random.key(8))
     saved = saved._replace(normalizer=ppo_ctde.update_normalizer(saved.normalizer, saved.observation))
@@ -352,6 +353,3 @@ def test_warm_start_across_grid_and_team_size_and_refusal(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *taken_over)
     assert all(not leaf.any() for leaf in jax.tree.leaves(loaded.optimizer_state))
     assert loaded.lagrange_multiplier == SMALL.lagrange_init and loaded.env_state.owner.shape == (4, 9, 9)
-    wider = replace(SMALL, hidden=9)
-    with pytest.raises(ValueError, match=r"actor.*\(8, \d+\) instead of \(9, \d+\)"):
-        ppo_ctde.init_state_from_checkpoint(wider, large, jax.random.key(9), tmp_path)

@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,25 +46,23 @@ def outcome(folder: Path, script: str) -> tuple:
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """script -> (script, the folder of a run of two seeds, what it printed)"""
-
-    @cache
-    def run_of(script: str) -> tuple[str, Path, list[str]]:
-        folder = tmp_path_factory.mktemp(script) / "run"
-        return script, folder, printed(*f"{script}.py {TASKS[script]} {COMMON} --run-dir {folder}".split())
-
-    return run_of
+    """script -> (script, the folder of a run of two seeds, what it printed); the scripts run side by side"""
+    folders = {script: tmp_path_factory.mktemp(script) / "run" for script in TASKS}
+    with ThreadPoolExecutor() as pool:
+        argv = {script: f"{script}.py {TASKS[script]} {COMMON} --run-dir {folders[script]}".split() for script in TASKS}
+        lines = {script: pool.submit(printed, *argv[script]) for script in TASKS}
+    return {script: (script, folders[script], lines[script].result()) for script in TASKS}
 
 
 @pytest.fixture(params=TASKS)
 def finished(request, run_of):
-    return run_of(request.param)
+    return run_of[request.param]
 
 
 @pytest.fixture
 def continued(run_of):
     """The script that compiles fastest; what is left to test is the same code in all."""
-    return run_of("ppo_ctde")
+    return run_of["ppo_ctde"]
 
 
 # --- seeds ----------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def kill_at_random(folder: Path, *argv) -> None:
 
 
 def test_run_that_is_killed_twice_ends_bit_for_bit_like_one_that_never_stopped(run_of, tmp_path):
-    script, whole, out = run_of("sac_shared_critic")
+    script, whole, out = run_of["sac_shared_critic"]
     folder = tmp_path / "run"
     kill_at_random(folder, f"{script}.py", *TASKS[script].split(), *COMMON.split(), "--run-dir", folder)
     first, _, _ = outcome(folder, script)

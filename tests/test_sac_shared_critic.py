@@ -20,6 +20,9 @@ SMALL = Config(
 )
 ENV = Spread(n_agents=3, max_steps=5)
 ACTOR_STEP = jax.jit(partial(sac.actor_step, SMALL))
+UPDATE_CRITICS = jax.jit(partial(sac.update_critics, SMALL))
+UPDATE_ACTORS = jax.jit(partial(sac.update_actors, SMALL))
+SAMPLE = jax.jit(sac.squashed_sample)
 
 
 def key(i=0):
@@ -216,11 +219,10 @@ def test_pooled_update_is_that_of_a_single_agent_on_the_concatenated_rows(state,
 
 
 def test_pooled_update_uses_the_rows_of_every_agent(state, batch):
-    update = jax.jit(partial(sac.update_critics, SMALL))
-    team, _ = update(state.team, key(4), batch)
+    team, _ = UPDATE_CRITICS(state.team, key(4), batch)
     for agent in range(3):
         other = batch._replace(reward=batch.reward.at[:, agent].add(1.0))
-        changed, _ = update(state.team, key(4), other)
+        changed, _ = UPDATE_CRITICS(state.team, key(4), other)
         moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), team.critics.critic, changed.critics.critic)
         assert max(jax.tree.leaves(moved)) > 1e-5
     for leaf, old in zip(jax.tree.leaves(team.critics), jax.tree.leaves(state.team.critics), strict=True):
@@ -229,20 +231,20 @@ def test_pooled_update_uses_the_rows_of_every_agent(state, batch):
 
 def test_next_actions_and_their_entropy_are_those_of_each_agents_own_actor(state, batch):
     team = state.team._replace(log_alpha=jnp.log(jnp.array([0.1, 0.5, 2.0])))
-    _, metrics = sac.update_critics(SMALL, team, key(4), batch)
+    _, metrics = UPDATE_CRITICS(team, key(4), batch)
     noise, next_action, bonus = jax.random.normal(key(4), batch.action.shape), [], []
     for i in range(3):
         agent = jax.tree.map(lambda x, i=i: x[i], team)
-        action, log_prob = sac.squashed_sample(agent.actor, batch.next_observation.observation[:, i], noise[:, i])
+        action, log_prob = SAMPLE(agent.actor, batch.next_observation.observation[:, i], noise[:, i])
         next_action.append(action), bonus.append(-[0.1, 0.5, 2.0][i] * log_prob)
     rows = sac.pool(sac.CriticBatch(batch, jnp.stack(next_action, 1), jnp.stack(bonus, 1)))
     first = jax.tree.map(lambda x: x[0], team.critics)
-    loss, value = sac.critic_loss(first.critic, SMALL, first.target_critic, rows)
+    loss, value = jax.jit(sac.critic_loss, static_argnums=1)(first.critic, SMALL, first.target_critic, rows)
     np.testing.assert_allclose([metrics["critic_loss"], metrics["value"]], [loss, value], rtol=1e-5)
 
 
 def test_every_actor_steps_on_its_own_rows(state, batch):
-    team, metrics = sac.update_actors(SMALL, state.team, key(4), batch)
+    team, metrics = UPDATE_ACTORS(state.team, key(4), batch)
     noise = jax.random.normal(key(4), batch.action.shape)
     for i in range(3):
         agent, observation = (
@@ -345,7 +347,7 @@ def test_target_is_the_smaller_twin_plus_entropy_and_only_termination_cuts_it(st
 
 
 def test_targets_follow_by_tau(state, batch):
-    team, _ = sac.update_critics(SMALL, state.team, key(5), batch)
+    team, _ = UPDATE_CRITICS(state.team, key(5), batch)
     old, new = (jax.tree.map(lambda x: x[0], each.critics) for each in (state.team, team))
     expected = jax.tree.map(lambda t, c: (1 - SMALL.tau) * t + SMALL.tau * c, old.target_critic, new.critic)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), new.target_critic, expected)
