@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import side_by_side
 
 import es
 import merl
@@ -434,7 +435,7 @@ def run():
 
     start = quick_jit(partial(merl.init_state, LEARNING, EASY))(key(1))
     lower = partial(merl.train.lower, LEARNING, EASY, start, key(), log_fn=log, save_fn=save, save_every=2)
-    whole, last_two = (lower(start=first, stop=12).compile(QUICK) for first in (0, 10))
+    whole, last_two = side_by_side(lambda first: lower(start=first, stop=12).compile(QUICK), (0, 10))
     end, metrics = whole(start, key())
     jax.effects_barrier()
     return SimpleNamespace(

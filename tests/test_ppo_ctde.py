@@ -1,11 +1,13 @@
 """ppo_ctde.py: values on problems with known answers, and each part against a slow or closed form."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import side_by_side
 from probes import Probe
 
 import ppo_ctde
@@ -31,29 +33,31 @@ def run(config, env, seed=0):
 
 
 # --- learning ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("kind", "seen", "value", "normalize", "continuous"),
-    [
-        ("constant", [(0, 0)], [1.0], True, False),
-        ("endless", [(0, 0)], [2.0], True, False),  # 1 / (1 - gamma): truncation must not cut the bootstrap
-        ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0], True, False),
-        ("delayed", [(0, 0), (0, 1)], [0.5, 1.0], True, False),  # gamma, then 1
-        ("action", [(0, 0)], [1.0], True, False),
-        ("both", [(-1, 0), (1, 0)], [1.0, 1.0], False, True),
-    ],
-)
-def test_probe_values(kind, seen, value, normalize, continuous):
-    config = Config(
-        total_timesteps=16_000,
-        num_envs=32,
-        num_steps=8,
-        hidden=16,
-        lr=5e-3,
-        gamma=0.5,
-        normalize=normalize,
-        num_minibatches=4,
-    )
-    state, _ = run(config, Probe(kind, continuous_actions=continuous))
+PROBING = Config(total_timesteps=16_000, num_envs=32, num_steps=8, hidden=16, lr=5e-3, gamma=0.5, num_minibatches=4)
+PROBES = [  # kind, observations and their values, are observations normalized, are actions continuous
+    ("constant", [(0, 0)], [1.0], True, False),
+    ("endless", [(0, 0)], [2.0], True, False),  # 1 / (1 - gamma): truncation must not cut the bootstrap
+    ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0], True, False),
+    ("delayed", [(0, 0), (0, 1)], [0.5, 1.0], True, False),  # gamma, then 1
+    ("action", [(0, 0)], [1.0], True, False),
+    ("both", [(-1, 0), (1, 0)], [1.0, 1.0], False, True),
+]
+
+
+@pytest.fixture(scope="module")
+def probed():
+    """kind -> the state at the end of training"""
+
+    def train(probe):
+        kind, _, _, normalize, continuous = probe
+        return kind, run(replace(PROBING, normalize=normalize), Probe(kind, continuous_actions=continuous))[0]
+
+    return dict(side_by_side(train, PROBES))
+
+
+@pytest.mark.parametrize(("kind", "seen", "value", "normalize", "continuous"), PROBES)
+def test_probe_values(probed, kind, seen, value, normalize, continuous):
+    config, state = replace(PROBING, normalize=normalize), probed[kind]
     observation = AgentObservation(jnp.array(seen, float))
     np.testing.assert_allclose(ppo_ctde.critic_value(config, state, observation), value, atol=0.1)
     if kind in ("action", "both"):
@@ -69,36 +73,34 @@ def test_joint_critic_explains_the_return_and_a_local_one_does_not():
     """Four seeds side by side. The bonus keeps them moving: a team that always meets at zero is easy to predict."""
     config = Config(total_timesteps=32_000, num_envs=32, num_steps=10, hidden=32, lr=3e-3, ent_coef=0.1)
     init_key, train_key = jax.random.split(jax.random.key(0), (2, 4))
-    explained = {}
-    for joint in (True, False):
+
+    def explained(joint):
         env = Rendezvous(critic_observation=joint)
-        state = jax.vmap(lambda key: ppo_ctde.init_state(config, env, key))(init_key)  # noqa: B023
-        _, metrics = ppo_ctde.train(config, env, state, train_key)
-        explained[joint] = metrics["explained_variance"][-10:].mean(0)
-    assert explained[True].min() > 0.9
-    assert explained[False].mean() < 0.7
+        state = jax.vmap(partial(ppo_ctde.init_state, config, env))(init_key)
+        return ppo_ctde.train(config, env, state, train_key)[1]["explained_variance"][-10:].mean(0)
+
+    joint, local = side_by_side(explained, (True, False))
+    assert joint.min() > 0.9
+    assert local.mean() < 0.7
 
 
 def test_multiplier_rises_until_the_cost_keeps_its_limit():
     """Action 1 pays 1 and costs 1: only the price keeps the agents from it."""
-    cost = {}
-    for lagrange_lr in (0.0, 0.5):
-        config = Config(
-            total_timesteps=48_000,
-            num_envs=32,
-            num_steps=8,
-            hidden=16,
-            lr=5e-3,
-            num_minibatches=4,
-            cost_limit=0.2,
-            lagrange_lr=lagrange_lr,
-            lagrange_init=0.0,
-        )
-        _, metrics = run(config, Probe("tempting"))
-        cost[lagrange_lr] = metrics["cost"][-50:].mean()
-    assert cost[0.0] > 0.9
-    assert metrics["lagrange_multiplier"].max() > 1  # what the action pays
-    assert cost[0.5] < 0.3
+    config = Config(
+        total_timesteps=48_000,
+        num_envs=32,
+        num_steps=8,
+        hidden=16,
+        lr=5e-3,
+        num_minibatches=4,
+        cost_limit=0.2,
+        lagrange_init=0.0,
+    )
+    train = lambda lagrange_lr: run(replace(config, lagrange_lr=lagrange_lr), Probe("tempting"))[1]  # noqa: E731
+    free, priced = side_by_side(train, (0.0, 0.5))
+    assert free["cost"][-50:].mean() > 0.9
+    assert priced["lagrange_multiplier"].max() > 1  # what the action pays
+    assert priced["cost"][-50:].mean() < 0.3
 
 
 # --- the parts -----------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from conftest import side_by_side
 from test_repository import ENVIRONMENT, MODULES, ROOT, metrics, run
 
 from envs import Coverage, Rendezvous, Spread
@@ -48,10 +48,9 @@ def outcome(folder: Path, script: str) -> tuple:
 def run_of(tmp_path_factory):
     """script -> (script, the folder of a run of two seeds, what it printed); the scripts run side by side"""
     folders = {script: tmp_path_factory.mktemp(script) / "run" for script in TASKS}
-    with ThreadPoolExecutor() as pool:
-        argv = {script: f"{script}.py {TASKS[script]} {COMMON} --run-dir {folders[script]}".split() for script in TASKS}
-        lines = {script: pool.submit(printed, *argv[script]) for script in TASKS}
-    return {script: (script, folders[script], lines[script].result()) for script in TASKS}
+    start = lambda script: printed(*f"{script}.py {TASKS[script]} {COMMON} --run-dir {folders[script]}".split())  # noqa: E731
+    lines = side_by_side(start, TASKS)
+    return {script: (script, folders[script], out) for script, out in zip(TASKS, lines, strict=True)}
 
 
 @pytest.fixture(params=TASKS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import side_by_side
 from probes import Probe
 
 import sac_shared_critic as sac
@@ -55,32 +56,40 @@ def trained():
 
 
 # --- learning ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("kind", "seen", "value"),
-    [
-        ("constant", [(0, 0)], [1.0]),
-        ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0]),
-        ("delayed", [(0, 0), (0, 1)], [0.5, 1.0]),  # gamma, then 1
-        ("action", [(0, 0)], [1.0]),
-        ("both", [(-1, 0), (1, 0)], [1.0, 1.0]),
-    ],
+PROBING = Config(
+    total_timesteps=8_000,
+    num_envs=8,
+    num_steps=1000,
+    learning_starts=200,
+    buffer_size=4_000,
+    batch_size=32,
+    hidden=16,
+    lr=5e-3,
+    gamma=0.5,
+    tau=0.05,
 )
-def test_probe_values(kind, seen, value):
-    config = Config(
-        total_timesteps=8_000,
-        num_envs=8,
-        num_steps=1000,
-        learning_starts=200,
-        buffer_size=4_000,
-        batch_size=32,
-        hidden=16,
-        lr=5e-3,
-        gamma=0.5,
-        tau=0.05,
-    )
-    state, _ = run(config, Probe(kind, continuous_actions=True))
+PROBES = [  # kind, observations and their values
+    ("constant", [(0, 0)], [1.0]),
+    ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0]),
+    ("delayed", [(0, 0), (0, 1)], [0.5, 1.0]),  # gamma, then 1
+    ("action", [(0, 0)], [1.0]),
+    ("both", [(-1, 0), (1, 0)], [1.0, 1.0]),
+]
+
+
+@pytest.fixture(scope="module")
+def probed():
+    """kind -> the state at the end of training"""
+    kinds = [kind for kind, *_ in PROBES]
+    train = lambda kind: run(PROBING, Probe(kind, continuous_actions=True))[0]  # noqa: E731
+    return dict(zip(kinds, side_by_side(train, kinds), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "seen", "value"), PROBES)
+def test_probe_values(probed, kind, seen, value):
+    state = probed[kind]
     observation = AgentObservation(jnp.array(seen, float))
-    shown = sac.perceive(config, state, observation)
+    shown = sac.perceive(PROBING, state, observation)
     for agent in range(2):
         team = jax.tree.map(lambda x, agent=agent: x[agent], state.team)
         mean, _ = jax.vmap(team.actor)(shown.observation)
