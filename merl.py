@@ -276,7 +276,10 @@ class Transition(NamedTuple):
 
 
 def interact(policy: Policy, config: Config, env: Coverage, carry: tuple, keys: Array):
-    """One step of one team; carry = (AgentObservation, env_state). -> (carry, (Transition, TimeStep))"""
+    """One step of one team; carry = (AgentObservation, env_state). -> (carry, (Transition, TimeStep))
+
+    keys [2]: one to act, one for the environment.
+    """
     observation, env_state = carry
     act_key, step_key = keys
     action, choice = act(policy, config, env, observation, act_key)
@@ -574,7 +577,10 @@ def merl_train(
 
 
 def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
-    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    """A function of one seed, for keys of `shape` () or (S,): then all arguments and results are [S, ...].
+
+    Without vmap, a single seed takes less to compile.
+    """
     if shape == (1,):
         return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
     return jax.vmap(function) if shape else function

@@ -320,7 +320,10 @@ def critic_value(config: Config, state: TrainState, observation: AgentObservatio
 
 
 def interact(config: Config, env, state: TrainState, carry: tuple, keys: Array):
-    """One step of a team; carry = (AgentObservation, env_state, EpisodeSums). -> carry, (Transition, done, figures)"""
+    """One step of a team; carry = (AgentObservation, env_state, EpisodeSums). -> carry, (Transition, done, figures)
+
+    keys [2]: one to act, one for the environment.
+    """
     observation, env_state, episode = carry
     act_key, step_key = keys
     action, log_prob = act(config, state, observation, act_key)
@@ -516,7 +519,10 @@ def train(
 
 
 def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
-    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    """A function of one seed, for keys of `shape` () or (S,): then all arguments and results are [S, ...].
+
+    Without vmap, a single seed takes less to compile.
+    """
     if shape == (1,):
         return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
     return jax.vmap(function) if shape else function

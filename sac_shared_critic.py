@@ -566,7 +566,10 @@ def train(
 
 
 def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
-    """The function of one seed for keys of shape () or (S,). Without vmap, a single seed takes less to compile."""
+    """A function of one seed, for keys of `shape` () or (S,): then all arguments and results are [S, ...].
+
+    Without vmap, a single seed takes less to compile.
+    """
     if shape == (1,):
         return lambda *xs: jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], xs)))
     return jax.vmap(function) if shape else function
