@@ -8,11 +8,12 @@ An environment is a frozen (hashable) dataclass whose fields are its sizes and c
 comment behind it the help text. It decides what the critic sees: an algorithm only asks for
 `AgentObservation.critic_input`. Everything is pure, of static shape, and for one episode: the caller vmaps. All agents
 end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not. Actions: [N] int in
-0..action_size - 1, or with `continuous_actions` [N, action_size] float in [-1, 1].
+0..action_size - 1, or with `continuous_actions` [N, action_size] float, clipped to [-1, 1] by the environment.
 
 Beside `reset` and `step` it has `n_agents`, `horizon` (steps after which any episode is over), `action_size`,
-`continuous_actions` and `sample_action(key)`; `episode_summary(mean, last)`, which turns the info of an episode into
-`figures`; `text_map(trajectory)` and, for --render, `draw(trajectory, path)`.
+`continuous_actions` and `sample_action(key)`; `episode_summary(mean, last)`, a dict of figures from the mean and the
+last value of each info of an episode; `figure_names`, those to print, among them `episode_return`, which is added for
+it; `text_map(trajectory)` and, for --render, `draw(trajectory, path)`, from the env_states [T, ...] of an episode.
 
 Axes: N agents, O observation, C critic observation, A actions, H x W grid cells (row, column), V window side.
 """
@@ -79,8 +80,8 @@ class EpisodeSums(NamedTuple):
 
 def zero_sums(env, episodes: int) -> EpisodeSums:
     """The sums before the first step, [E, ...]."""
-    step = lambda key: env.step(key, env.reset(key)[1], env.sample_action(key))[0]  # noqa: E731
-    time_step = jax.eval_shape(step, jax.random.key(0))
+    step = lambda keys: env.step(keys[0], env.reset(keys[1])[1], env.sample_action(keys[2]))[0]  # noqa: E731
+    time_step = jax.eval_shape(step, jax.random.split(jax.random.key(0), 3))
     zeros = partial(jax.tree.map, lambda x: jnp.zeros((episodes, *x.shape), x.dtype))
     return EpisodeSums(jnp.zeros(episodes, jnp.int32), zeros(time_step.reward), zeros(time_step.info))
 
@@ -165,7 +166,7 @@ class Coverage:
     The size of the observation depends on neither the grid nor N, so that weights move from one size to another.
     """
 
-    figures: ClassVar = ("coverage", "connected", "connected_weak", "episode_return")  # the first three in percent
+    figure_names: ClassVar = ("coverage", "connected", "connected_weak", "episode_return")  # the first three in percent
     continuous_actions: ClassVar = False
     grid: int = 16  # cells per side, H = W
     n_agents: int = 4  # robots
@@ -187,7 +188,8 @@ class Coverage:
         check_range(self, "spawn_r", f"at least {least}", lambda value: value >= least)
         check_range(self, "w_connectivity", "finite and at least 0", lambda value: 0 <= value < np.inf)
         check_range(self, "target_fiedler", "finite and above 0", lambda value: 0 < value < np.inf)
-        walls = ((self.spawn_side + 1) // 2) ** 2 if self.obstacle_density > 0 else 0  # at most this many
+        odd = min((self.spawn_side + 1) // 2, self.grid // 2)  # rows of the spawn area that may hold walls, at most
+        walls = odd**2 if self.obstacle_density > 0 else 0
         room = self.spawn_side**2 - walls
         check_range(self, "n_agents", f"at most {room}, the cells of the spawn area", lambda value: value <= room)
 
@@ -390,9 +392,10 @@ class Coverage:
         return layer.reshape(self.n_agents, -1).astype(jnp.float32)
 
     def _far_field(self, position: Array, unknown: Array) -> Array:
-        """Unknown ground in the 8 boxes around a robot, at each zoom level the share and whether any. [N, 16 levels]
+        """Unknown ground in 8 boxes around a robot, at each zoom level the share and whether any. [N, 16 levels]
 
-        One product of the unknown map with 0/1 membership vectors: what a robot pays beyond the map update is constant.
+        It ends 40 cells away. One product of the unknown map with 0/1 membership vectors: what a robot pays beyond the
+        map update is constant.
         """
         edge = np.stack([-(3 * scale - 1) // 2 + scale * np.arange(4) for scale in ZOOM_SCALES])  # [Z, 4]
         offset = np.arange(self.grid) - position[:, :, None, None, None]  # [N, 2, 1, 1, cell]
@@ -463,7 +466,7 @@ class Spread:
     of agents this one touches. The critic sees the joint observation, its own agent first and the others by index.
     """
 
-    figures: ClassVar = ("episode_return", "collisions", "covered")  # covered: percent of the landmarks, at the end
+    figure_names: ClassVar = ("episode_return", "collisions", "covered")  # covered: percent of landmarks, at the end
     n_agents: int = 3  # agents, and as many landmarks
     max_steps: int = 25  # steps per episode
     local_ratio: float = 0.5  # weight of collisions in the reward; the rest is for the landmarks
@@ -596,7 +599,7 @@ class Rendezvous:
     outermost two. Ends truncated after `max_steps`. The smallest task in which the input of the critic matters.
     """
 
-    figures: ClassVar = ("distance", "episode_return")  # distance of the outermost two at the end
+    figure_names: ClassVar = ("distance", "episode_return")  # distance of the outermost two at the end
     n_agents: int = 2  # agents
     max_steps: int = 10  # steps per episode
     speed: float = 0.1  # distance per step; the line runs from -1 to 1
@@ -647,10 +650,10 @@ class Rendezvous:
         return {"distance": last["distance"]}
 
     def text_map(self, trajectory: RendezvousState) -> str:
-        """The line from -1 to 1 at the end; a digit is the number of agents in that place."""
+        """The line from -1 to 1 at the end; a digit is the number of agents in that place, 9 also for more."""
         place = np.round((np.asarray(trajectory.position[-1]) + 1) * 20).astype(int)
         count = np.bincount(place, minlength=41)
-        return "".join(np.where(count > 0, count.astype(str), "."))
+        return "".join(np.where(count > 0, np.minimum(count, 9).astype(str), "."))
 
     def draw(self, trajectory: RendezvousState, path: str) -> None:
         """Picture (.png) or film (.gif): the positions over time."""

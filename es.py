@@ -15,7 +15,9 @@
 of the elite around the old theta, which the caller passes on to the next generation. Deviations from Salimans et al.:
 plain gradient ascent instead of Adam, no virtual batch normalization, and all members share one set of episode keys.
 
-`python es.py` evolves a small policy on Coverage, the whole run in one scan. Axes: P population, D parameters.
+`python es.py` evolves a small policy on Coverage, the whole run in one scan.
+
+Axes: P population, D parameters; T steps, E episodes, N agents, O/A sizes of observation and action.
 """
 
 import argparse
@@ -23,7 +25,6 @@ import csv
 import dataclasses
 import datetime
 import inspect
-import io
 import json
 import logging
 import os
@@ -48,6 +49,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import io_callback
 from jax.flatten_util import ravel_pytree
+from jax.tree_util import keystr, tree_leaves_with_path
 
 NETWORKS = ("policy",)  # what --init-from takes over
 LENGTH = "generations"  # the setting that --resume may raise
@@ -91,7 +93,7 @@ def nes_tell(theta: Array, population: Array, fitness: Array, config: ESConfig) 
 
 def cem_tell(theta: Array, population: Array, fitness: Array, config: ESConfig) -> tuple[Array, Array]:
     """The elite's mean, and its root mean square distance from the old theta per dimension; (theta [D], sigma [])."""
-    n_elite = max(1, int(config.pop_size * config.elite_frac))
+    n_elite = max(1, int(config.pop_size * config.elite_frac + 1e-6))  # 0.29 x 100 is 28.999...
     valid = ~jnp.isnan(fitness)
     fitness = jnp.where(valid, fitness, -jnp.inf)
     elite = fitness >= jnp.sort(fitness)[-n_elite]  # ties with the last of the elite belong to it
@@ -154,6 +156,9 @@ class Config:
         check_range(self, weights, "finite and at least 0", lambda value: 0 <= value < np.inf)
         check_range(self, "elite_frac", "in (0, 1]", lambda value: 0 < value <= 1)
         check_range(self, "pop", "even and at least 2", lambda value: value >= 2 and value % 2 == 0)
+        if self.es_kind == "cem":
+            allowed = f"at least 1 / --pop = {1 / self.pop:.3g}"
+            check_range(self, "elite_frac", allowed, lambda value: value * self.pop >= 1)
 
     @property
     def es_config(self) -> ESConfig:
@@ -200,27 +205,11 @@ def select_action(config: Config, env, state: TrainState, observation, key: Arra
     return logits.argmax(-1) if deterministic else jax.random.categorical(key, logits)
 
 
-def play(config: Config, env, state: TrainState, key: Array, episodes: int) -> tuple[Array, Array]:
-    """Whole episodes, sampled actions; -> (reward [T, E, N], cost [T, E])"""
-    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
-
-    def step(carry, keys):
-        observation, env_state = carry
-        act_key, env_key = keys
-        choose = partial(select_action, config, env, state, deterministic=False)
-        action = jax.vmap(choose)(observation, act_key)
-        time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
-        return (time_step.observation, env_state), (time_step.reward, time_step.cost)
-
-    start = jax.vmap(env.reset)(keys[0, 0])
-    return jax.lax.scan(step, start, keys[1:])[1]
-
-
-def team_fitness(state: TrainState, config: Config, env, key: Array, theta: Array) -> Array:
+def team_fitness(config: Config, env, state: TrainState, key: Array, theta: Array) -> Array:
     """Mean episode return of a team with the parameters theta [D], less the price of its cost. []"""
     state, key = state._replace(policy=set_module_theta(state.policy, theta)), jax.random.clone(key)  # reuse on purpose
-    reward, cost = play(config, env, state, key, config.rollouts)
-    return (reward.mean(-1) - config.cost_coef * cost).sum(0).mean()
+    figures, _ = evaluate(config, env, state, key, config.rollouts)
+    return (figures["episode_return"] - config.cost_coef * figures["episode_cost"]).mean()
 
 
 @partial(jax.jit, static_argnames=("config", "env"))
@@ -234,7 +223,7 @@ def init_state(config: Config, env, key: Array) -> TrainState:
 def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, dict]:
     """One generation: all members play the same episodes (common random numbers)."""
     search_key, episode_key = jax.random.split(key)
-    fitness = partial(team_fitness, state, config, env, episode_key)
+    fitness = partial(team_fitness, config, env, state, episode_key)
     es_config = config.es_config._replace(sigma=state.sigma)
     theta, info = es_step(module_theta(state.policy), fitness, es_config, search_key)
     metrics = {"best": info["best_fitness"], "mean": info["mean_fitness"], "sigma": info["sigma"]}
@@ -256,7 +245,8 @@ def train(
     """Iterations start..stop (default: to the end) in one scan; -> (state, metrics), a scalar per metric and iteration.
 
     With keys [S] and states [S, ...], S seeds train side by side. On the host, `log_fn(i, metrics)` is called after
-    every iteration, `save_fn(i, state)` after every `save_every` and after the last.
+    every iteration, with `finite` beside the metrics: whether all numbers of a network or loss are; `save_fn(i, state)`
+    after every `save_every` and after the last. They may use NumPy but must not call JAX, which is waiting for them.
     """
     stop = config.iterations if stop is None else stop
 
@@ -264,7 +254,9 @@ def train(
         step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
         state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
-            io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
+            losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
+            finite = jax.tree.map(lambda x: jnp.isfinite(x).all(), networks(state) | losses)
+            io_callback(log_fn, None, i, metrics | {"finite": finite}, ordered=True)
         if save_fn is not None:
             save = partial(io_callback, save_fn, None, i, state, ordered=True)
             jax.lax.cond(((i + 1) % save_every == 0) | (i + 1 == stop), save, lambda: None)
@@ -288,29 +280,6 @@ def networks(state: TrainState) -> dict[str, Any]:
     return {name: attrgetter(name)(state) for name in NETWORKS}
 
 
-def first_non_finite(tree: Any) -> Array:
-    """Index of the first leaf that holds a NaN or an infinity, -1 if there is none. []"""
-    broken = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
-    return jnp.where(broken.any(), broken.argmax(), -1)
-
-
-def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
-    """A fresh state around the networks of a checkpoint of one seed, or of as many as there are keys. key: [] or [S]
-
-    Raises ValueError if the architecture or the number of seeds does not fit.
-    """
-    keys = key.reshape(-1)
-    state = jax.vmap(partial(init_state, config, env))(keys)
-    header, saved = load_checkpoint(path, "--init-from")
-    if header["run"]["num_seeds"] not in (1, keys.size):
-        raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
-    saved, fresh = networks(saved), networks(state)
-    check_same_shapes("--init-from", path, saved, fresh)
-    saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
-    state = eqx.tree_at(lambda state: jax.tree.leaves(networks(state)), state, jax.tree.leaves(saved))
-    return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
-
-
 @partial(jax.jit, static_argnames=("config", "env", "episodes", "deterministic"))
 def evaluate(
     config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
@@ -326,15 +295,16 @@ def evaluate(
         action = jax.vmap(choose)(observation, act_key)
         time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
         first = jax.tree.map(lambda x: x[0], env_state)
-        outcome = time_step.reward.mean(-1), time_step.info, ~over, first
+        outcome = time_step.reward.mean(-1), time_step.cost, time_step.info, ~over, first
         return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
 
     start = observation, env_state, jnp.zeros(episodes, bool)
-    _, (reward, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
+    _, (reward, cost, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
+    total = {"episode_return": (reward * running).sum(0), "episode_cost": (cost * running).sum(0)}
     mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
-    return env.episode_summary(mean, last) | {"episode_return": (reward * running).sum(0)}, trajectory
+    return env.episode_summary(mean, last) | total, trajectory
 
 
 def environments() -> dict[str, type]:
@@ -361,11 +331,85 @@ def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool])
             raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
 
 
-# --- 4. running: arguments, logging, saving --------------------------------------------------------
-FORMAT = 1  # of a checkpoint
-FILES = ("config.json", "metrics.csv", "checkpoint.eqx")
-NOTHING_SAVED = "nothing was written"
-PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy")
+# --- 4. checkpoints -------------------------------------------------------------------------------
+FORMAT = 1
+leaf_name = partial(keystr, simple=True, separator=".")
+
+
+def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
+    """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
+    script, path = Path(__file__).name, Path(path)
+    path = path / "checkpoint.eqx" if path.is_dir() else path
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline())
+            if (header["script"], header["format"]) == (script, FORMAT):
+                keys = jax.random.split(jax.random.key(0), header["run"]["num_seeds"])
+                like = jax.eval_shape(jax.vmap(partial(init_state, *saved_task(header))), keys)
+                return header, eqx.tree_deserialise_leaves(file, like)
+    except OSError as error:
+        raise ValueError(f"{flag} must be a checkpoint, {path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # whatever a cut or foreign file leads to
+        raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from error
+    if header["script"] != script:
+        raise ValueError(f"{flag} must be a checkpoint of {script}, {path} is one of {header['script']}")
+    raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: update {script}")
+
+
+def saved_task(header: dict) -> tuple[Config, Any]:
+    """Config and environment of a checkpoint."""
+    ((name, fields),) = header["env"].items()
+    return Config(**header["config"]), environments()[name.lower()](**fields)
+
+
+def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
+    """`policy(observation, key=None) -> action` from raw AgentObservations of one team; without a key the likeliest.
+
+    `index` counts the seeds of the run. Raises ValueError if there is no such seed, or no checkpoint of this script.
+    """
+    header, state = load_checkpoint(path)
+    if not 0 <= index < header["run"]["num_seeds"]:
+        raise ValueError(f"index must be below {header['run']['num_seeds']}, the seeds of {path}, got {index}")
+    config, env = saved_task(header)
+    state = jax.tree.map(lambda x: x[index], state)
+
+    def policy(observation, key=None):
+        deterministic, key = key is None, jax.random.key(0) if key is None else key
+        return select_action(config, env, state, observation, key, deterministic)
+
+    return policy
+
+
+def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
+    """A fresh state around the networks of a checkpoint of one seed, or of as many as there are keys. key: [] or [S]
+
+    Raises ValueError if the architecture or the number of seeds does not fit.
+    """
+    keys = key.reshape(-1)
+    state = each_seed(partial(init_state, config, env), keys.shape)(keys)
+    header, saved = load_checkpoint(path, "--init-from")
+    if header["run"]["num_seeds"] not in (1, keys.size):
+        raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
+    saved, fresh = networks(saved), networks(state)
+    check_same_shapes("--init-from", path, saved, fresh)
+    saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
+    state = eqx.tree_at(lambda state: jax.tree.leaves(networks(state)), state, jax.tree.leaves(saved))
+    return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
+
+
+def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
+    """Raise a ValueError that names the leaves [S, ...] in which two pytrees differ, for any S."""
+    saved, wanted = (
+        {leaf_name(path): leaf.shape[1:] for path, leaf in tree_leaves_with_path(tree)} for tree in (saved, wanted)
+    )
+    differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
+    if differing:
+        leaves = ", ".join(f"{name} {saved.get(name)} instead of {wanted.get(name)}" for name in differing)
+        raise ValueError(f"{flag} must have the same architecture, {path} has {leaves}")
+
+
+# --- 5. running: arguments, logging, saving --------------------------------------------------------
+NO_CHECKPOINT = "no checkpoint was written"
 
 
 @dataclass(frozen=True)
@@ -399,40 +443,44 @@ class Run:
         return keys[:, 0], keys[:, 1], keys[:, 2]
 
 
-def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
+def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run]:
     """Config, environment and run from the command line: a flag per field, the comment behind it is the help text.
 
-    With --resume and --eval the defaults are those of the checkpoint, whose (header, state) come fourth.
+    With --resume and --eval the defaults are those of the checkpoint, and most of them may not be changed.
     """
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.error, names = refuse, list(environments())
-    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="show this and exit")
-    parser.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
-    add_flags(parser, Run)
-    known, _ = parser.parse_known_args(argv)  # which flags follow and their defaults depends on these
+    names, layout = list(environments()), argparse.ArgumentDefaultsHelpFormatter
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", choices=names, default=names[0], help="environment, its fields are flags as well")
+    add_flags(first, Run)
+    parser = argparse.ArgumentParser(parents=[first], allow_abbrev=False, formatter_class=layout)
+    first.error = parser.error = refuse
+    known, _ = first.parse_known_args(argv)  # which other flags there are, and all defaults, depend on these
 
-    source, checkpoint, saved, free = known.resume or known.eval, None, {"env": known.env}, set()
+    source, saved, free = known.resume or known.eval, {"env": known.env}, set()
     if source:
-        checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
-        saved, free = saved_settings(checkpoint[0], known.resume)
+        header, _ = load_checkpoint(source, "--resume" if known.resume else "--eval")
+        if known.resume and not Path(source).is_dir():
+            raise ValueError(f"--resume must be the folder of a run, got {source}")
+        config, env = saved_task(header)
+        saved = asdict(config) | asdict(env) | {"env": type(env).__name__.lower()}
+        if known.resume:
+            saved |= header["run"] | {"run_dir": source, "resume": source, "eval": "", "render": ""}
+            free = {"save_every", "episodes", "deterministic", "render"}
+        else:
+            saved |= {name: header["run"][name] for name in ("seed", "num_seeds")}
+            saved |= {"run_dir": "", "init_from": "", "resume": ""}
+            free = {"seed", *asdict(env)}
     classes = Config, environments()[saved["env"]], Run
     for cls in classes[:2]:
         add_flags(parser, cls)
     parser.set_defaults(**saved)
-    if "help" in known:
-        parser.print_help()
-        raise SystemExit
-
     values = vars(parser.parse_args(argv))
     for name in saved:
-        raised = known.resume and name == LENGTH and values[name] > saved[name]
-        if values[name] != saved[name] and name not in free and not raised:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be left out, {source} has {saved[name]!r}; got {values[name]!r}")
-    settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
-    return *settings, checkpoint
+        may_rise = known.resume and name == LENGTH
+        if values[name] != saved[name] and name not in free and not (may_rise and values[name] > saved[name]):
+            rule = f"--{name.replace('_', '-')} must be left out{' or raised' if may_rise else ''}"
+            raise ValueError(f"{rule}, {source} has {saved[name]!r}; got {values[name]!r}")
+    return tuple(cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -451,222 +499,137 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def saved_settings(header: dict, resume: str) -> tuple[dict[str, Any], set[str]]:
-    """The settings that a checkpoint brings, and the names of those that may differ from it. Raises ValueError."""
-    if resume and not Path(resume).is_dir():
-        raise ValueError(f"--resume must be the folder of a run, got {resume}")
-    ((name, fields),), run = header["env"].items(), header["run"]
-    saved = header["config"] | fields | {"env": name.lower(), "seed": run["seed"], "num_seeds": run["num_seeds"]}
-    if resume:
-        saved |= run | {"run_dir": resume, "resume": resume, "eval": "", "render": ""}
-        return saved, {"save_every", "episodes", "deterministic", "render"}
-    return saved | {"run_dir": "", "init_from": "", "resume": ""}, {"seed", *fields}
-
-
 class Recorder:
     """Prints a line and appends to metrics.csv per iteration, saves checkpoints; called from inside the scan."""
 
-    def __init__(self, config: Config, env, run: Run, state: TrainState, start: int):
+    def __init__(self, config: Config, env, run: Run, start: int):
         """Open the files in --run-dir. Raises ValueError if it holds a run that is not resumed or cannot be written."""
-        self.run, self.columns, self.first, self.iterations = run, columns(env), start, config.iterations
-        self.env_steps, self.folder = env_steps_per_iteration(config, env), Path(run.run_dir)
-        leaves = jax.tree_util.tree_leaves_with_path(networks(state))
-        self.leaves = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        self.config, self.env, self.run, self.start = config, env, run, start
+        self.folder, self.metrics_file, self.seconds = Path(run.run_dir), None, 0.0
         self.settings = {"format": FORMAT, "script": Path(__file__).name, "config": asdict(config)}
         self.settings |= {"env": {type(env).__name__: asdict(env)}, "run": asdict(run)}
-        self.rows, self.seconds, self.saved = None, 0.0, "there is no checkpoint without --run-dir"
-        held = [name for name in FILES if (self.folder / name).exists()]
-        if run.run_dir and held and not run.resume:
-            advice = "; see --resume" if "checkpoint.eqx" in held else " with no checkpoint: delete it"
-            raise ValueError(f"--run-dir must be a folder without a run, {run.run_dir} holds one{advice}")
+        self.saved = f"the checkpoint of iteration {start} is in {self.folder}" if start else NO_CHECKPOINT
         if run.run_dir:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.rows = self.open_rows(start)
-                versions = {name: version(name) for name in PACKAGES}
-                about = self.settings | {"command": sys.argv, "commit": git_commit(), "versions": versions}
-                about["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-                write_whole(self.folder / "config.json", json.dumps(about, indent=2).encode() + b"\n")
-            except OSError as error:
-                flag = "--resume" if run.resume else "--run-dir"
-                raise ValueError(f"{flag} must be a writable folder: {error}") from error
-            self.saved = f"there is no checkpoint in {run.run_dir} yet"
+            self.open_folder()
 
-    def open_rows(self, start: int):
-        """metrics.csv without the rows that a resumed run is going to write again."""
-        path = self.folder / "metrics.csv"
-        lines = path.read_bytes().splitlines(keepends=True) if start and path.exists() else []
-        header, *rows = lines or [b""]
-        rows = [row for row in rows if row.endswith(b"\n") and int(row.split(b",")[1]) <= start]
-        self.seconds = float(rows[-1].split(b",")[-1]) if rows else 0.0
-        write_whole(path, b"".join([header, *rows]))
-        return path.open("a", newline="")
+    def open_folder(self) -> None:
+        """Write config.json, and metrics.csv without the rows that a resumed run is going to write again."""
+        held = [name for name in ("config.json", "metrics.csv", "checkpoint.eqx") if (self.folder / name).exists()]
+        if held and not self.run.resume:
+            advice = "; see --resume" if "checkpoint.eqx" in held else " with no checkpoint: delete it"
+            raise ValueError(f"--run-dir must be a folder without a run, {self.folder} holds one{advice}")
+        git = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
+        git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
+        about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
+        about["versions"] = {name: version(name) for name in ("jax", "jaxlib", "equinox", "optax", "numpy")}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.metrics_file = (self.folder / "metrics.csv").open("a+", newline="")
+            self.metrics_file.seek(0)
+            header, *rows = [line for line in self.metrics_file if line.endswith("\n")] or [""]
+            rows = [row for row in rows if int(row.split(",")[1]) <= self.start]
+            self.metrics_file.truncate(len(header + "".join(rows)))
+            self.metrics_file.seek(0, os.SEEK_END)
+            self.seconds = float(rows[-1].split(",")[-1]) if rows else 0.0
+            (self.folder / "config.json").write_text(json.dumps(self.settings | about, indent=2) + "\n")
+        except OSError as error:
+            flag = "--resume" if self.run.resume else "--run-dir"
+            raise ValueError(f"{flag} must be a writable folder: {error}") from error
 
-    def start(self) -> None:
-        """Start the clock and print the header."""
-        self.started = time.perf_counter()
-        self.width = 8 if self.run.num_seeds == 1 else 14
-        headers = ["iteration", "  env_steps", "  steps/s", *(header.rjust(self.width) for header in self.columns)]
-        print("  ".join([*headers, "time_left"]), flush=True)
+    def begin(self) -> None:
+        """Start the clock, or let it go on, and print the header."""
+        self.started = time.perf_counter() - self.seconds
+        width = 8 if self.run.num_seeds == 1 else 14
+        self.columns = {header.rjust(width): name for header, name in columns(self.env).items()}
+        print("  ".join(["iteration", "  env_steps", "  steps/s", *self.columns, "time_left"]), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
         """A line with the mean over seeds (and its deviation), a row per seed. Raises if a number is not finite."""
-        done, seconds = int(i) + 1, time.perf_counter() - self.started
-        speed = (done - self.first) * self.env_steps * self.run.num_seeds / seconds
-        metrics = {name: np.asarray(value, np.float64).reshape(-1) for name, value in metrics.items()}
-        leaf = int(metrics.pop("non_finite")[0])
-        if self.rows:
+        done, seconds, finite = int(i) + 1, time.perf_counter() - self.started, metrics.pop("finite")
+        env_steps = done * env_steps_per_iteration(self.config, self.env)
+        speed = env_steps * self.run.num_seeds / seconds
+        metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}  # [S]
+        if self.metrics_file:
             for s in range(self.run.num_seeds):
-                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * self.env_steps}
+                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": env_steps}
                 row |= {name: value[s] for name, value in metrics.items()}
-                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds + seconds, 2)}
-                if self.rows.tell() == 0:
-                    csv.writer(self.rows).writerow(row)
-                csv.writer(self.rows).writerow(row.values())
-            self.rows.flush()
-        cells = [f"{done}/{self.iterations}".rjust(9), f"{done * self.env_steps:>11,}", f"{speed:>9,.0f}"]
+                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(seconds, 2)}
+                writer = csv.DictWriter(self.metrics_file, row, lineterminator="\n")
+                if self.metrics_file.tell() == 0:
+                    writer.writeheader()
+                writer.writerow(row)
+            self.metrics_file.flush()
+        cells = [f"{done}/{self.config.iterations}".rjust(9), f"{env_steps:>11,}", f"{speed:>9,.0f}"]
         for header, name in self.columns.items():
             spread = f" ± {metrics[name].std():.2f}" if self.run.num_seeds > 1 else ""
-            cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(max(len(header), self.width)))
-        left = round(seconds / (done - self.first) * (self.iterations - done))
-        print("  ".join([*cells, str(datetime.timedelta(seconds=left)).rjust(9)]), flush=True)
-        broken = [name for name, value in metrics.items() if name.endswith("loss") and not np.isfinite(value).all()]
-        if broken or leaf >= 0:
-            raise FloatingPointError(f"{self.leaves[leaf] if leaf >= 0 else broken[0]} is not finite")
+            cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(len(header)))
+        left = datetime.timedelta(seconds=round(seconds / done * (self.config.iterations - done)))
+        print("  ".join([*cells, str(left).rjust(9)]), flush=True)
+        for path, is_finite in tree_leaves_with_path(finite):
+            if not is_finite:
+                raise FloatingPointError(f"{leaf_name(path)} is not finite")
 
     def save(self, i: Array, state: TrainState) -> None:
-        """One JSON line, then the leaves of the state [S, ...]."""
-        buffer = io.BytesIO()
-        buffer.write(json.dumps(self.settings | {"iteration": int(i) + 1}).encode() + b"\n")
-        eqx.tree_serialise_leaves(buffer, jax.tree.map(np.asarray, state))
-        write_whole(self.folder / "checkpoint.eqx", buffer.getbuffer())
+        """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+        temporary = self.folder / "checkpoint.tmp"
+        with temporary.open("wb") as file:
+            file.write(json.dumps(self.settings | {"iteration": int(i) + 1}).encode() + b"\n")
+            eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.folder / "checkpoint.eqx")
         self.saved = f"the checkpoint of iteration {int(i) + 1} is in {self.folder}"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write aside, then rename: at any moment the file is complete, before or after."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def git_commit() -> str:
-    """The commit of the script, with -dirty if files differ from it; empty outside a repository."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=40"]
+def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
+    """Whatever can be refused, before training is compiled; -> (recorder, state [S, ...])"""
     try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
-def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
-    """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
-    script, path = Path(__file__).name, Path(path)
-    path = path / "checkpoint.eqx" if path.is_dir() else path
-    try:
-        with path.open("rb") as file:
-            header = json.loads(file.readline())
-            if header["script"] != script:
-                raise ValueError(f"{flag} must be a checkpoint of {script}, {path} is one of {header['script']}")
-            if header["format"] > FORMAT:
-                raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: update {script}")
-            keys = jax.random.split(jax.random.key(0), header["run"]["num_seeds"])
-            like = jax.eval_shape(jax.vmap(partial(init_state, *saved_task(header))), keys)
-            return header, eqx.tree_deserialise_leaves(file, like)
-    except OSError as error:
-        raise ValueError(f"{flag} must be a checkpoint, {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, LookupError, AttributeError, TypeError, EOFError, RuntimeError):
-        raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from None
-
-
-def saved_task(header: dict) -> tuple[Config, Any]:
-    """Config and environment of a checkpoint."""
-    ((name, fields),) = header["env"].items()
-    return Config(**header["config"]), environments()[name.lower()](**fields)
-
-
-def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
-    """`policy(observation, key=None) -> action` from raw AgentObservations of one team; without a key the modes.
-
-    `index` counts the seeds of the run. Raises ValueError if the path is not a checkpoint of this script or has no such
-    seed.
-    """
-    header, state = load_checkpoint(path)
-    if not 0 <= index < header["run"]["num_seeds"]:
-        raise ValueError(f"index must be below {header['run']['num_seeds']}, the seeds of {path}, got {index}")
-    config, env = saved_task(header)
-    state = jax.tree.map(lambda x: x[index], state)
-
-    def policy(observation, key=None):
-        deterministic, key = key is None, jax.random.key(0) if key is None else key
-        return select_action(config, env, state, observation, key, deterministic)
-
-    return policy
-
-
-def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
-    """Raise a ValueError that names the leaves [S, ...] in which two pytrees differ, for any S."""
-    saved, wanted = (
-        {jax.tree_util.keystr(name): leaf.shape[1:] for name, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (saved, wanted)
-    )
-    differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
-    if differing:
-        leaves = ", ".join(f"{name} {saved.get(name)} instead of {wanted.get(name)}" for name in differing)
-        raise ValueError(f"{flag} must have the same architecture, {path} has {leaves}")
-
-
-def evaluation_line(seed: int, figures: dict[str, Array]) -> str:
-    """Means and standard errors of figures [E] over episodes."""
-    cells = []
-    for name, value in figures.items():
-        value = np.asarray(value, np.float64)
-        cells.append(f"{name}={value.mean():.1f} {name}_se={value.std(ddof=1) / np.sqrt(value.size):.1f}")
-    return f"evaluation seed={seed} episodes={value.size} {' '.join(cells)}"
-
-
-def prepare(argv: list[str] | None) -> tuple:
-    """Whatever can be refused; -> (config, env, run, state [S, ...], the iteration it stands at, recorder)"""
-    try:
-        config, env, run, checkpoint = parse_settings(argv)
-        init_key, *_ = run.keys()
-        init = jax.vmap(partial(init_state, config, env))
-        if checkpoint:
-            header, state = checkpoint
-            check_same_shapes("--eval", run.eval, *map(networks, (state, jax.eval_shape(init, init_key))))
+        config, env, run = parse_settings(argv)
+        (init_key, *_), start = run.keys(), 0
+        init = each_seed(partial(init_state, config, env), init_key.shape)
+        if run.resume:
+            header, state = load_checkpoint(run.resume)
+            start = header["iteration"]
+            before, total = header["config"][LENGTH], getattr(config, LENGTH)
+            if total > before:
+                print(f"{LENGTH} raised from {before} to {total}: the schedules stretch to the new total")
+        elif run.eval:
+            _, state = load_checkpoint(run.eval)
+            check_same_shapes("--eval", run.eval, networks(state), networks(jax.eval_shape(init, init_key)))
         elif run.init_from:
             state = init_state_from_checkpoint(config, env, init_key, run.init_from)
         else:
             state = init(init_key)
-        start = header["iteration"] if run.resume else 0
-        return config, env, run, state, start, Recorder(config, env, run, state, start)
-    except ValueError as error:
+        return Recorder(config, env, run, start), state
+    except (ValueError, OverflowError) as error:
         refuse(str(error))
 
 
-def work(config: Config, env, run: Run, state: TrainState, start: int, recorder: Recorder) -> None:
+def work(recorder: Recorder, state: TrainState) -> None:
     """Train, unless it is only to evaluate, then evaluate."""
+    config, env, run, start = recorder.config, recorder.env, recorder.run, recorder.start
     _, train_key, eval_key = run.keys()
     if not run.eval:
-        size = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in state._asdict().items()}
-        parts = ", ".join(f"{name} {count / 1e6:.1f}" for name, count in size.items() if count >= 5e4)
-        print(f"state of {sum(size.values()) / 1e6:.1f} MB: {parts}", flush=True)
+        size = {name: sum(x.nbytes for x in jax.tree.leaves(part)) / 1e6 for name, part in state._asdict().items()}
+        total = sum(size.values())
+        parts = ", ".join(f"{name} {part:.1f}" for name, part in size.items() if part >= 0.01 * total)
+        steps = f"{config.iterations} iterations of {env_steps_per_iteration(config, env):,} env steps"
+        print(f"{steps}, state of {total:.1f} MB: {parts}", flush=True)
         started = time.perf_counter()
         save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
         compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
         print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-        recorder.start()
+        recorder.begin()
         state, _ = jax.block_until_ready(compiled(state, train_key))
         jax.effects_barrier()
 
-    evaluate_seed = lambda pair: evaluate(config, env, *pair, run.episodes, run.deterministic)  # noqa: E731
-    figures, trajectory = jax.jit(partial(jax.lax.map, evaluate_seed))((state, eval_key))
+    evaluate_seed = partial(evaluate, config, env, episodes=run.episodes, deterministic=run.deterministic)
+    figures, trajectory = jax.jit(each_seed(evaluate_seed, eval_key.shape))(state, eval_key)
     print(env)
     for s in range(run.num_seeds):
-        print(evaluation_line(run.seed + s, {name: figures[name][s] for name in env.figures}))
+        value = {name: np.asarray(figures[name][s], np.float64) for name in env.figure_names}  # [E] each
+        cells = [f"{name}={x.mean():.1f} {name}_se={x.std(ddof=1) / x.size**0.5:.1f}" for name, x in value.items()]
+        print(f"evaluation seed={run.seed + s} episodes={run.episodes}", *cells)
     trajectory = jax.tree.map(lambda x: np.asarray(x[0]), trajectory)
     print(env.text_map(trajectory))
     if run.render:
@@ -676,17 +639,18 @@ def work(config: Config, env, run: Run, state: TrainState, start: int, recorder:
 
 def main(argv: list[str] | None = None) -> None:
     """Work in a worker thread: the main one waits in Python, where Ctrl-C reaches it, and not inside the scan."""
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")  # on a CPU as fast, compiles quicker
+    if not any(map(find_spec, ("jax_plugins", "libtpu"))):  # on a CPU as fast and compiles quicker; a GPU refuses it
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
     logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)  # a failing callback is reported here, in a line
     worker, recorder = ThreadPoolExecutor(1), None
     try:
-        *prepared, recorder = worker.submit(prepare, argv).result()
-        worker.submit(work, *prepared, recorder).result()
+        recorder, state = worker.submit(prepare, argv).result()
+        worker.submit(work, recorder, state).result()
     except KeyboardInterrupt:
-        print(f"interrupted: {recorder.saved if recorder else NOTHING_SAVED}", file=sys.stderr, flush=True)
+        print(f"interrupted: {recorder.saved if recorder else NO_CHECKPOINT}", file=sys.stderr, flush=True)
         os._exit(130)
-    except (jax.errors.JaxRuntimeError, OSError) as error:  # such as a failed write: the text ends with the cause
-        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}; {recorder.saved if recorder else NOTHING_SAVED}")
+    except (jax.errors.JaxRuntimeError, OSError, OverflowError) as error:  # the text ends with the cause
+        sys.exit(f"stopped: {str(error).strip().splitlines()[-1]}; {recorder.saved if recorder else NO_CHECKPOINT}")
 
 
 if __name__ == "__main__":

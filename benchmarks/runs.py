@@ -72,9 +72,9 @@ def callbacks(folder: Path) -> None:
     run = ppo_ctde.Run(run_dir=str(folder / "callbacks"))
     init_key, train_key, _ = run.keys()
     state = jax.vmap(lambda key: ppo_ctde.init_state(config, env, key))(init_key)
-    recorder = ppo_ctde.Recorder(config, env, run, state, 0)
+    recorder = ppo_ctde.Recorder(config, env, run, 0)
     with contextlib.redirect_stdout(io.StringIO()):
-        recorder.start()
+        recorder.begin()
     hooks = {"log_fn": recorder.log, "save_fn": recorder.save, "save_every": run.save_every}
     programs = [ppo_ctde.train.lower(config, env, state, train_key, **each).compile() for each in (hooks, {})]
     times = [[], []]
@@ -93,7 +93,7 @@ def checkpoint(folder: Path) -> None:
     config, env = sac.Config(buffer_size=57_000), Spread()
     run = sac.Run(run_dir=str(folder / "checkpoint"))
     state = jax.vmap(lambda key: sac.init_state(config, env, key))(run.keys()[0])
-    recorder = sac.Recorder(config, env, run, state, 0)
+    recorder = sac.Recorder(config, env, run, 0)
     state, times = jax.tree.map(np.asarray, state), []
     for i in range(5):
         started = time.perf_counter()

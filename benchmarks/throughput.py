@@ -64,7 +64,7 @@ def merl_parts(grids: list[int], n_agents: int) -> None:
         state = merl.init_state(config, env, key)
         steps = config.rollouts * env.horizon
         (world_time,) = seconds((partial(world, env, config.rollouts), key))
-        (rollout_time,) = seconds((partial(merl.collect, state.policy, config, env), key))
+        (rollout_time,) = seconds((partial(merl.collect, config, env, state.policy), key))
         (step_time,) = seconds((partial(merl.ppo_step, config, env), state, key))
         (population_time,) = seconds((partial(merl.evolve_selector, config, env), state, key))
         times = world_time, rollout_time, step_time - rollout_time, population_time / config.pop

@@ -29,7 +29,7 @@ class Probe:
     kind: str
     n_agents: int = 2
     continuous_actions: bool = False
-    figures: ClassVar = ("episode_return",)
+    figure_names: ClassVar = ("episode_return",)
 
     @property
     def horizon(self) -> int:

@@ -347,7 +347,7 @@ def test_warm_start_across_grid_and_team_size(tmp_path):
     small, large = Coverage(grid=6, n_agents=2, horizon=8), Coverage(grid=9, n_agents=4, horizon=8)
     saved = ppo_ctde.init_state(SMALL, small, jax.random.key(8))
     saved = saved._replace(normalizer=ppo_ctde.update_normalizer(saved.normalizer, saved.observation))
-    recorder = ppo_ctde.Recorder(SMALL, small, ppo_ctde.Run(run_dir=str(tmp_path)), saved, 0)
+    recorder = ppo_ctde.Recorder(SMALL, small, ppo_ctde.Run(run_dir=str(tmp_path)), 0)
     recorder.save(0, jax.tree.map(lambda x: x[None], saved))  # of one seed
     loaded = ppo_ctde.init_state_from_checkpoint(SMALL, large, jax.random.key(9), tmp_path)
     assert saved.normalizer.count > 0 and loaded.normalizer.count == 0  # own statistics replace those of another task

@@ -131,6 +131,7 @@ def test_longer_run_continues_the_finished_one(continued, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     out = printed(f"{script}.py", "--resume", folder, "--total-timesteps", 1616)
+    assert out[0] == "total_timesteps raised from 1600 to 1616: the schedules stretch to the new total"
     assert [line.split()[0] for line in out if "/202 " in line] == ["201/202", "202/202"]
     iteration, _, rows = outcome(folder, script)
     assert (iteration, len(rows)) == (202, 404)
@@ -139,11 +140,11 @@ def test_longer_run_continues_the_finished_one(continued, tmp_path):
 
 def test_lost_rows_do_not_keep_a_run_from_going_on(continued, tmp_path):
     module = MODULES[continued[0]]
-    header, state = module.load_checkpoint(continued[1])
+    header, _ = module.load_checkpoint(continued[1])
     (tmp_path / "metrics.csv").write_bytes(b"")
     run = module.Run(**header["run"] | {"run_dir": str(tmp_path), "resume": str(tmp_path)})
-    recorder = module.Recorder(*module.saved_task(header), run, state, header["iteration"])
-    recorder.rows.close()
+    recorder = module.Recorder(*module.saved_task(header), run, header["iteration"])
+    recorder.metrics_file.close()
     assert (tmp_path / "metrics.csv").read_bytes() == b"" and recorder.seconds == 0
 
 
