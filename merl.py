@@ -635,7 +635,7 @@ def columns(env: Coverage) -> dict[str, str]:
 
 
 # --- 8. checkpoints -------------------------------------------------------------------------------
-FORMAT = 1
+FORMAT = 1  # of a checkpoint
 leaf_name = partial(keystr, simple=True, separator=".")
 
 
@@ -689,7 +689,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     Raises ValueError if the architecture or the number of seeds does not fit.
     """
     keys = key.reshape(-1)
-    state = each_seed(partial(init_state, config, env), keys.shape)(keys)
+    state = jax.jit(each_seed(partial(init_state, config, env), keys.shape))(keys)
     header, saved = load_checkpoint(path, "--init-from")
     if header["run"]["num_seeds"] not in (1, keys.size):
         raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
@@ -889,7 +889,7 @@ def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
     try:
         config, env, run = parse_settings(argv)
         (init_key, *_), start = run.keys(), 0
-        init = each_seed(partial(init_state, config, env), init_key.shape)
+        init = jax.jit(each_seed(partial(init_state, config, env), init_key.shape))
         if run.resume:
             header, state = load_checkpoint(run.resume)
             start = header["iteration"]
@@ -908,7 +908,7 @@ def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
         refuse(str(error))
 
 
-def work(recorder: Recorder, state: TrainState) -> None:
+def train_and_evaluate(recorder: Recorder, state: TrainState) -> None:
     """Train, unless it is only to evaluate, then evaluate."""
     config, env, run, start = recorder.config, recorder.env, recorder.run, recorder.start
     _, train_key, eval_key = run.keys()
@@ -948,7 +948,7 @@ def main(argv: list[str] | None = None) -> None:
     worker, recorder = ThreadPoolExecutor(1), None
     try:
         recorder, state = worker.submit(prepare, argv).result()
-        worker.submit(work, recorder, state).result()
+        worker.submit(train_and_evaluate, recorder, state).result()
     except KeyboardInterrupt:
         print(f"interrupted: {recorder.saved if recorder else NO_CHECKPOINT}", file=sys.stderr, flush=True)
         os._exit(130)

@@ -553,6 +553,12 @@ def test_text_map_shows_owners_walls_and_robots():
     assert env.text_map(jax.tree.map(lambda x: x[None], state)) == "0*. a\n. # .\nz 1*1"
 
 
+def test_text_map_counts_the_agents_in_a_place_up_to_nine():
+    position = np.array([[-1.0] * 12 + [0.0] * 2])
+    line = Rendezvous(n_agents=14).text_map(RendezvousState(position, np.array([3])))
+    assert line == "9" + 19 * "." + "2" + 20 * "."
+
+
 NAN, INF = float("nan"), float("inf")
 BAD_SETTINGS = [
     (Coverage, "grid n_agents comm_r horizon view_r n_nearest", [0, -2], "at least 1"),
@@ -576,8 +582,19 @@ def test_bad_settings_are_refused_by_the_name_of_their_flag(env, names, values, 
             env(**{name: value})
 
 
-@pytest.mark.parametrize("name, value, room", [("spawn_r", 2, 25), ("obstacle_density", 0.1, 16), ("grid", 2, 4)])
-def test_a_team_may_fill_the_spawn_area_but_no_more(name, value, room):
-    assert Coverage(n_agents=room, **{name: value}).n_agents == room
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [
+        ({"spawn_r": 2}, 25),
+        ({"obstacle_density": 0.1}, 16),  # of 5 rows up to 3 may be odd ones
+        ({"grid": 2}, 4),
+        ({"grid": 3, "obstacle_density": 1.0}, 8),  # the only wall is in the middle
+        ({"grid": 1, "obstacle_density": 1.0}, 1),
+    ],
+)
+def test_a_team_may_fill_the_spawn_area_but_no_more(fields, room):
+    env = Coverage(n_agents=room, **fields)
+    _, state = jax.jit(env.reset)(KEY)
+    assert not state.wall[tuple(state.position.T)].any() and len(np.unique(state.position, axis=0)) == room
     with pytest.raises(ValueError, match=f"--n-agents must be at most {room}, .* got {room + 1}"):
-        Coverage(n_agents=room + 1, **{name: value})
+        Coverage(n_agents=room + 1, **fields)

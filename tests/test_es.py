@@ -48,9 +48,12 @@ def test_population_has_standard_deviation_sigma(sigma):
     np.testing.assert_allclose(noise.std(0), sigma, rtol=0.15)
 
 
-def test_odd_population_is_refused():
+def test_population_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="--pop must be even and at least 2, got 7"):
         es.Config(pop=7)
+    assert es.Config(pop=2).pop == 2 and es.Config(pop=4, es_kind="cem").elite_frac == 0.25
+    with pytest.raises(ValueError, match=r"--elite-frac must be at least 1 / --pop = 0\.5, got 0\.25"):
+        es.Config(pop=2, es_kind="cem")
 
 
 def test_config_hands_each_field_to_the_strategy():
@@ -143,6 +146,12 @@ def test_cem_moves_to_the_elite_mean(fitness, elite_frac, elite):
     updated, info = es.tell(theta, jnp.asarray(population), jnp.array(fitness), config)
     np.testing.assert_allclose(updated, population[elite].mean(0), atol=1e-6)
     np.testing.assert_allclose(info["sigma"], np.sqrt(np.mean((population[elite] - theta) ** 2)), rtol=1e-5)
+
+
+def test_elite_is_not_cut_by_rounding():
+    config, population = es.ESConfig(pop_size=100, kind="cem", elite_frac=0.29), jnp.arange(100.0)[:, None]
+    theta, _ = es.tell(jnp.zeros(1), population, population[:, 0], config)
+    np.testing.assert_allclose(theta, [np.arange(71, 100).mean()], rtol=1e-6)  # 0.29 x 100 is 28.999... in floats
 
 
 def test_cem_sigma_has_a_floor():
@@ -270,7 +279,9 @@ def test_two_generations_repeat_for_one_seed_and_differ_for_two(start):
 
 def test_no_key_is_used_twice(start):
     with jax.debug_key_reuse(True):  # raises when the program is built
+        es.init_state.lower(CONFIG, ENV, key())
         es.train.lower(CONFIG, ENV, start, key())
+        es.evaluate.lower(CONFIG, ENV, start, key(), 2)
 
 
 class Toy:

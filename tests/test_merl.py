@@ -527,7 +527,9 @@ def test_learned_flock_cem_and_a_violated_constraint():
 # --- programs -------------------------------------------------------------------------------------
 def test_no_key_is_used_twice(fresh):
     with jax.debug_key_reuse(True):  # raises when the program is built
+        merl.init_state.lower(CONFIG, ENV, key())
         merl.train.lower(CONFIG, ENV, fresh, key())
+        merl.evaluate.lower(CONFIG, ENV, fresh, key(), 2)
 
 
 def test_compiler_gets_many_rows_right(fresh, collected, optimized):

@@ -134,10 +134,11 @@ def test_finished_episodes_are_reported_and_none_is_nan():
     env = Rendezvous(max_steps=5)
     state = ppo_ctde.init_state(config, env, jax.random.key(0))
     state, first, finished = ppo_ctde.collect(config, env, state, jax.random.key(1))
-    assert np.isnan(finished["episode_return"])
+    assert np.isnan(finished["episode_return"]) and finished["episodes"] == 0
     state, second, finished = ppo_ctde.collect(config, env, state, jax.random.key(2))
     reward = np.concatenate([first.reward, second.reward])[:5]  # [5, E, N], the whole first episode
     np.testing.assert_allclose(finished["episode_return"], reward.sum(0).mean(), rtol=1e-5)
+    assert finished["episodes"] == 4
 
 
 def test_evaluation_counts_the_steps_of_an_episode_that_ends_before_the_horizon():
@@ -335,9 +336,10 @@ def test_multiplier_follows_the_mean_cost_however_many_environments_there_are(nu
 def test_seed_decides_and_no_key_is_used_twice():
     env = Rendezvous()
     config = Config(total_timesteps=128, num_envs=4, num_steps=8, num_minibatches=2, hidden=8)
-    start = ppo_ctde.init_state(config, env, jax.random.key(3))
     with jax.debug_key_reuse(True):  # raises when the program is built
+        start = ppo_ctde.init_state(config, env, jax.random.key(3))
         train = ppo_ctde.train.lower(config, env, start, jax.random.key(0)).compile()
+        ppo_ctde.evaluate.lower(config, env, start, jax.random.key(0), 2)
     first, again, other = (train(start, jax.random.key(seed))[0] for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert (np.asarray(other.actor.head.weight) != np.asarray(first.actor.head.weight)).any()

@@ -435,6 +435,15 @@ def test_resume_and_evaluation_refuse_what_does_not_fit(argument, inputs, capsys
     assert refused(argv, inputs, capsys, monkeypatch) == message
 
 
+@pytest.mark.parametrize(("plugins", "flags"), [(None, "--xla_backend_optimization_level=1"), ("a GPU", None)])
+def test_only_a_cpu_is_asked_to_compile_quickly(plugins, flags, capsys, monkeypatch):
+    monkeypatch.setattr(merl, "find_spec", lambda name: plugins)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(SystemExit):
+        merl.main(["--pop", "7"])
+    assert os.environ.get("XLA_FLAGS") == flags
+
+
 def test_drawing_without_matplotlib_is_refused(inputs, capsys, monkeypatch):
     monkeypatch.setattr(merl, "find_spec", lambda name: None)
     line = refused(f"--render {inputs}/a.png", inputs, capsys, monkeypatch)

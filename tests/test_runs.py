@@ -82,9 +82,9 @@ def test_rows_and_lines_carry_the_seed(finished):
     assert [line.split()[1] for line in evaluation(out)] == ["seed=3", "seed=4"]
 
 
-def test_each_seed_behaves_as_it_would_alone(continued):
+def test_each_seed_behaves_as_it_would_alone(finished):
     """To rounding in the first update; later ones may drift apart, as sums are taken in another order."""
-    script, folder, _ = continued
+    script, folder, _ = finished
     module = MODULES[script]
     config, env = module.saved_task(module.load_checkpoint(folder)[0])
     init_keys, train_keys, _ = module.Run(seed=3, num_seeds=2).keys()
@@ -138,14 +138,16 @@ def test_longer_run_continues_the_finished_one(continued, tmp_path):
     assert rows[:400] == outcome(whole, script)[2]
 
 
-def test_lost_rows_do_not_keep_a_run_from_going_on(continued, tmp_path):
+@pytest.mark.parametrize("left", [b"", b"seed,iterat"])
+def test_lost_rows_do_not_keep_a_run_from_going_on(left, continued, tmp_path):
     module = MODULES[continued[0]]
     header, _ = module.load_checkpoint(continued[1])
-    (tmp_path / "metrics.csv").write_bytes(b"")
+    (tmp_path / "metrics.csv").write_bytes(left)
     run = module.Run(**header["run"] | {"run_dir": str(tmp_path), "resume": str(tmp_path)})
     recorder = module.Recorder(*module.saved_task(header), run, header["iteration"])
     recorder.metrics_file.close()
     assert (tmp_path / "metrics.csv").read_bytes() == b"" and recorder.seconds == 0
+    assert recorder.saved == f"the checkpoint of iteration {ITERATIONS} is in {tmp_path}"
 
 
 # --- evaluation, loading, drawing -----------------------------------------------------------------

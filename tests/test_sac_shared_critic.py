@@ -424,7 +424,9 @@ def test_statistics_of_the_two_observations_are_those_of_all_rows(trained):
 
 def test_no_key_is_used_twice(state):
     with jax.debug_key_reuse(True):  # raises when the program is built
+        sac.init_state.lower(SMALL, ENV, key())
         sac.train.lower(SMALL, ENV, state, key())
+        sac.evaluate.lower(SMALL, ENV, state, key(), 2)
 
 
 def test_critic_may_see_what_the_actor_sees():
