@@ -502,8 +502,8 @@ def train(
     """Iterations start..stop (default: to the end) in one scan; -> (state, metrics), a scalar per metric and iteration.
 
     With keys [S] and states [S, ...], S seeds train side by side. On the host, `log_fn(i, metrics)` is called after
-    every iteration, with `finite` beside the metrics: whether all numbers of a network or loss are; `save_fn(i, state)`
-    after every `save_every` and after the last. They may use NumPy but must not call JAX, which is waiting for them.
+    every iteration, with `non_finite` beside the metrics (see `first_non_finite`), `save_fn(i, state)` after every
+    `save_every` and after the last. They may use NumPy but must not call JAX, which is waiting for them.
     """
     stop = config.iterations if stop is None else stop
 
@@ -511,9 +511,7 @@ def train(
         step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
         state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
-            losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
-            finite = jax.tree.map(lambda x: jnp.isfinite(x).all(), networks(state) | losses)
-            io_callback(log_fn, None, i, metrics | {"finite": finite}, ordered=True)
+            io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
         if save_fn is not None:
             save = partial(io_callback, save_fn, None, i, state, ordered=True)
             jax.lax.cond(((i + 1) % save_every == 0) | (i + 1 == stop), save, lambda: None)
@@ -535,6 +533,12 @@ def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
 def networks(state: TrainState) -> dict[str, Any]:
     """What --init-from takes over from another run."""
     return {name: attrgetter(name)(state) for name in NETWORKS}
+
+
+def first_non_finite(tree: Any) -> Array:
+    """Index of the first leaf that holds a NaN or an infinity, -1 if there is none. []"""
+    broken = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    return jnp.where(broken.any(), broken.argmax(), -1)
 
 
 @partial(jax.jit, static_argnames=("config", "env", "episodes", "deterministic"))
@@ -784,16 +788,17 @@ class Recorder:
             flag = "--resume" if self.run.resume else "--run-dir"
             raise ValueError(f"{flag} must be a writable folder: {error}") from error
 
-    def begin(self) -> None:
+    def begin(self, state: TrainState) -> None:
         """Start the clock, or let it go on, and print the header."""
         self.started = time.perf_counter() - self.seconds
+        self.leaves = [leaf_name(path) for path, _ in tree_leaves_with_path(networks(state))]
         width = 8 if self.run.num_seeds == 1 else 14
         self.columns = {header.rjust(width): name for header, name in columns(self.env).items()}
         print("  ".join(["iteration", "  env_steps", "  steps/s", *self.columns, "time_left"]), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
         """A line with the mean over seeds (and its deviation), a row per seed. Raises if a number is not finite."""
-        done, seconds, finite = int(i) + 1, time.perf_counter() - self.started, metrics.pop("finite")
+        done, seconds, leaf = int(i) + 1, time.perf_counter() - self.started, int(metrics.pop("non_finite"))
         env_steps = done * env_steps_per_iteration(self.config, self.env)
         speed = env_steps * self.run.num_seeds / seconds
         metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}  # [S]
@@ -813,9 +818,10 @@ class Recorder:
             cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(len(header)))
         left = datetime.timedelta(seconds=round(seconds / done * (self.config.iterations - done)))
         print("  ".join([*cells, str(left).rjust(9)]), flush=True)
-        for path, is_finite in tree_leaves_with_path(finite):
-            if not is_finite:
-                raise FloatingPointError(f"{leaf_name(path)} is not finite")
+        broken = [self.leaves[leaf]] if leaf >= 0 else []
+        broken += [name for name, value in metrics.items() if name.endswith("loss") and not np.isfinite(value).all()]
+        if broken:
+            raise FloatingPointError(f"{broken[0]} is not finite")
 
     def save(self, i: Array, state: TrainState) -> None:
         """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
@@ -867,7 +873,7 @@ def train_and_evaluate(recorder: Recorder, state: TrainState) -> None:
         save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
         compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
         print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-        recorder.begin()
+        recorder.begin(state)
         state, _ = jax.block_until_ready(compiled(state, train_key))
         jax.effects_barrier()
 

@@ -41,7 +41,7 @@ REQUIREMENTS = [Requirement(line) for line in (ROOT / "requirements.txt").read_t
 # Copied on purpose, so that a script stands alone: a change to one copy is a change to all.
 SHARED = """Trunk linear small_linear compute_gae minibatch_rows make_optimizer check_range
     Normalizer init_normalizer update_normalizer normalize perceive
-    train each_seed networks evaluate"""
+    train each_seed networks first_non_finite evaluate"""
 DOCUMENTED = "--grid 10 --n-agents 4 --outer 3 --grad-steps 3 --pop 8 --flock scripted --rollouts 4"
 # A script finds only what lies beside it, has no missing device to warn of and compiles fast.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
