@@ -404,7 +404,7 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
 def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
     """Raise a ValueError that names the leaves [S, ...] in which two pytrees differ, for any S."""
     saved, wanted = (
-        {leaf_name(path): leaf.shape[1:] for path, leaf in tree_leaves_with_path(tree)} for tree in (saved, wanted)
+        {leaf_name(keys): leaf.shape[1:] for keys, leaf in tree_leaves_with_path(tree)} for tree in (saved, wanted)
     )
     differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
     if differing:
