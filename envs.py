@@ -12,8 +12,8 @@ end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not.
 
 Beside `reset` and `step` it has `n_agents`, `horizon` (steps after which any episode is over), `action_size`,
 `continuous_actions` and `sample_action(key)`; `episode_summary(mean, last)`, a dict of figures from the mean and the
-last value of each info of an episode; `figure_names`, those to print, among them `episode_return`, which is added for
-it; `text_map(trajectory)` and, for --render, `draw(trajectory, path)`, from the env_states [T, ...] of an episode.
+last value of each info of an episode; `figure_names`, those to print (the algorithms add `episode_return` to the dict);
+`text_map(trajectory)` and, for --render, `draw(trajectory, path)`, from the env_states [T, ...] of an episode.
 
 Axes: N agents, O observation, C critic observation, A actions, H x W grid cells (row, column), V window side.
 """

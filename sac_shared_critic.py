@@ -43,6 +43,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -610,10 +611,11 @@ def evaluate(
     start = observation, env_state, jnp.zeros(episodes, bool)
     _, (reward, cost, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
-    total = {"episode_return": (reward * running).sum(0), "episode_cost": (cost * running).sum(0)}
-    mean = jax.tree.map(lambda x: (x * running).sum(0) / steps, info)
+    total = lambda x: jnp.where(running, x, 0).sum(0)  # noqa: E731
+    mean = jax.tree.map(lambda x: total(x) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
-    return env.episode_summary(mean, last) | total, trajectory
+    sums = {"episode_return": total(reward), "episode_cost": total(cost)}
+    return env.episode_summary(mean, last) | sums, trajectory
 
 
 def environments() -> dict[str, type]:
@@ -649,8 +651,8 @@ def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainSt
                 return header, eqx.tree_deserialise_leaves(file, like)
     except OSError as error:
         raise ValueError(f"{flag} must be a checkpoint, {path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # whatever a cut or foreign file leads to
-        raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, LookupError, AttributeError, TypeError, EOFError, RuntimeError):
+        raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from None
     if header["script"] != script:
         raise ValueError(f"{flag} must be a checkpoint of {script}, {path} is one of {header['script']}")
     raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: update {script}")
@@ -663,7 +665,7 @@ def saved_task(header: dict) -> tuple[Config, Any]:
 
 
 def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
-    """`policy(observation, key=None) -> action` from raw AgentObservations of one team; without a key the likeliest.
+    """`policy(observation, key=None) -> action` from raw AgentObservations of one team; samples if it has a key.
 
     `index` counts the seeds of the run. Raises ValueError if there is no such seed, or no checkpoint of this script.
     """
@@ -686,13 +688,13 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     Raises ValueError if the architecture or the number of seeds does not fit.
     """
     keys = key.reshape(-1)
-    state = jax.jit(each_seed(partial(init_state, config, env), keys.shape))(keys)
     header, saved = load_checkpoint(path, "--init-from")
     if header["run"]["num_seeds"] not in (1, keys.size):
         raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
-    saved, fresh = networks(saved), networks(state)
-    check_same_shapes("--init-from", path, saved, fresh)
-    saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), saved, fresh)
+    init = jax.jit(each_seed(partial(init_state, config, env), keys.shape))
+    check_same_shapes("--init-from", path, networks(saved), networks(jax.eval_shape(init, keys)))
+    state = init(keys)
+    saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), networks(saved), networks(state))
     state = eqx.tree_at(lambda state: jax.tree.leaves(networks(state)), state, jax.tree.leaves(saved))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
@@ -724,7 +726,7 @@ class Run:
     resume: str = ""  # run folder to continue, with the settings it was started with
     eval: str = ""  # run folder or checkpoint to evaluate instead of training
     episodes: int = EVAL_EPISODES  # episodes of the evaluation
-    deterministic: bool = EVAL_DETERMINISTIC  # evaluate the most likely actions, or sampled ones
+    deterministic: bool = EVAL_DETERMINISTIC  # evaluate without sampling the actions
     render: str = ""  # .png or .gif file to draw an episode of the evaluation to; needs matplotlib
 
     def __post_init__(self):
@@ -743,10 +745,11 @@ class Run:
         return keys[:, 0], keys[:, 1], keys[:, 2]
 
 
-def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run]:
+def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     """Config, environment and run from the command line: a flag per field, the comment behind it is the help text.
 
-    With --resume and --eval the defaults are those of the checkpoint, and most of them may not be changed.
+    With --resume and --eval the defaults are those of the checkpoint, and most of them may not be changed; its (header,
+    state) come fourth.
     """
     names, layout = list(environments()), argparse.ArgumentDefaultsHelpFormatter
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -756,20 +759,20 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run]:
     first.error = parser.error = refuse
     known, _ = first.parse_known_args(argv)  # which other flags there are, and all defaults, depend on these
 
-    source, saved, free = known.resume or known.eval, {"env": known.env}, set()
+    source, checkpoint = known.resume or known.eval, None
+    saved, free = {"env": known.env}, {"episodes", "deterministic"}
     if source:
-        header, _ = load_checkpoint(source, "--resume" if known.resume else "--eval")
+        header, _ = checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
         if known.resume and not Path(source).is_dir():
             raise ValueError(f"--resume must be the folder of a run, got {source}")
         config, env = saved_task(header)
-        saved = asdict(config) | asdict(env) | {"env": type(env).__name__.lower()}
+        saved = asdict(config) | asdict(env) | {"env": type(env).__name__.lower()} | header["run"]
         if known.resume:
-            saved |= header["run"] | {"run_dir": source, "resume": source, "eval": "", "render": ""}
-            free = {"save_every", "episodes", "deterministic", "render"}
+            saved |= {"run_dir": source, "resume": source, "eval": "", "render": ""}
+            free |= {"save_every", "render"}
         else:
-            saved |= {name: header["run"][name] for name in ("seed", "num_seeds")}
-            saved |= {"run_dir": "", "init_from": "", "resume": ""}
-            free = {"seed", *asdict(env)}
+            saved |= {"run_dir": "", "resume": "", "init_from": "", "eval": source, "render": ""}
+            free |= {"seed", "render", *asdict(env)}
     classes = Config, environments()[saved["env"]], Run
     for cls in classes[:2]:
         add_flags(parser, cls)
@@ -780,7 +783,8 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run]:
         if values[name] != saved[name] and name not in free and not (may_rise and values[name] > saved[name]):
             rule = f"--{name.replace('_', '-')} must be left out{' or raised' if may_rise else ''}"
             raise ValueError(f"{rule}, {source} has {saved[name]!r}; got {values[name]!r}")
-    return tuple(cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
+    settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
+    return *settings, checkpoint
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -827,7 +831,8 @@ class Recorder:
             self.metrics_file = (self.folder / "metrics.csv").open("a+", newline="")
             self.metrics_file.seek(0)
             header, *rows = [line for line in self.metrics_file if line.endswith("\n")] or [""]
-            rows = [row for row in rows if int(row.split(",")[1]) <= self.start]
+            whole = lambda row: row.count(",") == header.count(",")  # noqa: E731
+            rows = list(takewhile(lambda row: whole(row) and int(row.split(",")[1]) <= self.start, rows))
             self.metrics_file.truncate(len(header + "".join(rows)))
             self.metrics_file.seek(0, os.SEEK_END)
             self.seconds = float(rows[-1].split(",")[-1]) if rows else 0.0
@@ -837,8 +842,8 @@ class Recorder:
             raise ValueError(f"{flag} must be a writable folder: {error}") from error
 
     def begin(self, state: TrainState) -> None:
-        """Start the clock, or let it go on, and print the header."""
-        self.started = time.perf_counter() - self.seconds
+        """Start the clock and print the header."""
+        self.started = time.perf_counter()
         self.leaves = [leaf_name(path) for path, _ in tree_leaves_with_path(networks(state))]
         width = 8 if self.run.num_seeds == 1 else 14
         self.columns = {header.rjust(width): name for header, name in columns(self.env).items()}
@@ -847,24 +852,24 @@ class Recorder:
     def log(self, i: Array, metrics: dict) -> None:
         """A line with the mean over seeds (and its deviation), a row per seed. Raises if a number is not finite."""
         done, seconds, leaf = int(i) + 1, time.perf_counter() - self.started, int(metrics.pop("non_finite"))
-        env_steps = done * env_steps_per_iteration(self.config, self.env)
-        speed = env_steps * self.run.num_seeds / seconds
+        steps = env_steps_per_iteration(self.config, self.env)
+        speed = (done - self.start) * steps * self.run.num_seeds / seconds
         metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}  # [S]
         if self.metrics_file:
             for s in range(self.run.num_seeds):
-                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": env_steps}
+                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * steps}
                 row |= {name: value[s] for name, value in metrics.items()}
-                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(seconds, 2)}
+                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds + seconds, 2)}
                 writer = csv.DictWriter(self.metrics_file, row, lineterminator="\n")
                 if self.metrics_file.tell() == 0:
                     writer.writeheader()
                 writer.writerow(row)
             self.metrics_file.flush()
-        cells = [f"{done}/{self.config.iterations}".rjust(9), f"{env_steps:>11,}", f"{speed:>9,.0f}"]
+        cells = [f"{done}/{self.config.iterations}".rjust(9), f"{done * steps:>11,}", f"{speed:>9,.0f}"]
         for header, name in self.columns.items():
             spread = f" ± {metrics[name].std():.2f}" if self.run.num_seeds > 1 else ""
             cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(len(header)))
-        left = datetime.timedelta(seconds=round(seconds / done * (self.config.iterations - done)))
+        left = datetime.timedelta(seconds=round(seconds / (done - self.start) * (self.config.iterations - done)))
         print("  ".join([*cells, str(left).rjust(9)]), flush=True)
         broken = [self.leaves[leaf]] if leaf >= 0 else []
         broken += [name for name, value in metrics.items() if name.endswith("loss") and not np.isfinite(value).all()]
@@ -886,23 +891,21 @@ class Recorder:
 def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
     """Whatever can be refused, before training is compiled; -> (recorder, state [S, ...])"""
     try:
-        config, env, run = parse_settings(argv)
-        (init_key, *_), start = run.keys(), 0
+        config, env, run, checkpoint = parse_settings(argv)
+        init_key, *_ = run.keys()
         init = jax.jit(each_seed(partial(init_state, config, env), init_key.shape))
-        if run.resume:
-            header, state = load_checkpoint(run.resume)
-            start = header["iteration"]
-            before, total = header["config"][LENGTH], getattr(config, LENGTH)
-            if total > before:
-                print(f"{LENGTH} raised from {before} to {total}: the schedules stretch to the new total")
-        elif run.eval:
-            _, state = load_checkpoint(run.eval)
+        if checkpoint:
+            header, state = checkpoint
             check_same_shapes("--eval", run.eval, networks(state), networks(jax.eval_shape(init, init_key)))
         elif run.init_from:
             state = init_state_from_checkpoint(config, env, init_key, run.init_from)
         else:
             state = init(init_key)
-        return Recorder(config, env, run, start), state
+        recorder = Recorder(config, env, run, header["iteration"] if run.resume else 0)
+        if run.resume and getattr(config, LENGTH) > header["config"][LENGTH]:
+            lengths = f"from {header['config'][LENGTH]} to {getattr(config, LENGTH)}"
+            print(f"{LENGTH} raised {lengths}: schedules stretch to the new total")
+        return recorder, state
     except (ValueError, OverflowError) as error:
         refuse(str(error))
 

@@ -14,7 +14,7 @@ jax.config.update("jax_disable_most_optimizations", LESS)
 WITH_OPTION = jax.__version_info__ == (0, 10, 1)
 DEFAULT = {"xla_cpu_use_fusion_emitters": True} if WITH_OPTION else {}
 if WITH_OPTION:
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 
 
 def side_by_side(function: Callable, arguments: Iterable) -> list:

@@ -54,6 +54,8 @@ def test_population_that_does_not_fit_is_refused():
     assert es.Config(pop=2).pop == 2 and es.Config(pop=4, es_kind="cem").elite_frac == 0.25
     with pytest.raises(ValueError, match=r"--elite-frac must be at least 1 / --pop = 0\.5, got 0\.25"):
         es.Config(pop=2, es_kind="cem")
+    for pop in range(2, 200, 2):
+        assert es.Config(pop=pop, es_kind="cem", elite_frac=1 / pop).es_config.elite_frac == 1 / pop
 
 
 def test_config_hands_each_field_to_the_strategy():

@@ -145,6 +145,10 @@ def test_evaluation_counts_the_steps_of_an_episode_that_ends_before_the_horizon(
     class Early(Rendezvous):
         horizon = 8
 
+        def step(self, key, state, action):
+            time_step, state = super().step(key, state, action)
+            return time_step._replace(reward=jnp.where(state.time > 5, jnp.nan, time_step.reward)), state
+
     env = Early(max_steps=5)
     state = ppo_ctde.init_state(SMALL, env, jax.random.key(0))
     figures, trajectory = ppo_ctde.evaluate(SMALL, env, state, jax.random.key(1), 3)
