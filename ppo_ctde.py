@@ -663,7 +663,7 @@ def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
 
 
 # --- 8. running: arguments, logging, saving --------------------------------------------------------
-NO_CHECKPOINT = "no checkpoint was written"
+NO_CHECKPOINT = "no checkpoint was written, see --run-dir"
 
 
 @dataclass(frozen=True)
@@ -774,8 +774,8 @@ class Recorder:
         if held and not self.run.resume:
             advice = "; see --resume" if "checkpoint.eqx" in held else " with no checkpoint: delete it"
             raise ValueError(f"--run-dir must be a folder without a run, {self.folder} holds one{advice}")
-        git = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
-        git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
+        command = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
+        git = subprocess.run(command, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
         about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
         about["versions"] = {name: version(name) for name in ("jax", "jaxlib", "equinox", "optax", "numpy")}
         try:

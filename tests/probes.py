@@ -75,3 +75,13 @@ class Probe:
 
     def episode_summary(self, mean, last):
         return {}
+
+
+PROBES = [  # kind, observations of an agent, and their values under the best policy at a discount of 0.5
+    ("constant", [(0, 0)], [1.0]),
+    ("endless", [(0, 0)], [2.0]),  # 1 / (1 - gamma): truncation must not cut the bootstrap
+    ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0]),
+    ("delayed", [(0, 0), (0, 1)], [0.5, 1.0]),  # gamma, then 1
+    ("action", [(0, 0)], [1.0]),
+    ("both", [(-1, 0), (1, 0)], [1.0, 1.0]),
+]

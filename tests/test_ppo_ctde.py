@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import side_by_side
-from probes import Probe
+from probes import PROBES, Probe
 
 import ppo_ctde
 from envs import AgentObservation, Coverage, Rendezvous
@@ -34,36 +34,30 @@ def run(config, env, seed=0):
 
 # --- learning ------------------------------------------------------------------------------------
 PROBING = Config(total_timesteps=16_000, num_envs=32, num_steps=8, hidden=16, lr=5e-3, gamma=0.5, num_minibatches=4)
-PROBES = [  # kind, observations and their values, are observations normalized, are actions continuous
-    ("constant", [(0, 0)], [1.0], True, False),
-    ("endless", [(0, 0)], [2.0], True, False),  # 1 / (1 - gamma): truncation must not cut the bootstrap
-    ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0], True, False),
-    ("delayed", [(0, 0), (0, 1)], [0.5, 1.0], True, False),  # gamma, then 1
-    ("action", [(0, 0)], [1.0], True, False),
-    ("both", [(-1, 0), (1, 0)], [1.0, 1.0], False, True),
-]
+
+
+def probe_task(kind):
+    """The last one with raw observations and continuous actions."""
+    last = kind == "both"
+    return replace(PROBING, normalize=not last), Probe(kind, continuous_actions=last)
 
 
 @pytest.fixture(scope="module")
 def probed():
     """kind -> the state at the end of training"""
-
-    def train(probe):
-        kind, _, _, normalize, continuous = probe
-        return kind, run(replace(PROBING, normalize=normalize), Probe(kind, continuous_actions=continuous))[0]
-
-    return dict(side_by_side(train, PROBES))
+    kinds = [kind for kind, *_ in PROBES]
+    return dict(zip(kinds, side_by_side(lambda kind: run(*probe_task(kind))[0], kinds), strict=True))
 
 
-@pytest.mark.parametrize(("kind", "seen", "value", "normalize", "continuous"), PROBES)
-def test_probe_values(probed, kind, seen, value, normalize, continuous):
-    config, state = replace(PROBING, normalize=normalize), probed[kind]
+@pytest.mark.parametrize(("kind", "seen", "value"), PROBES)
+def test_probe_values(probed, kind, seen, value):
+    (config, env), state = probe_task(kind), probed[kind]
     observation = AgentObservation(jnp.array(seen, float))
     np.testing.assert_allclose(ppo_ctde.critic_value(config, state, observation), value, atol=0.1)
     if kind in ("action", "both"):
         shown = ppo_ctde.perceive(config, state, observation).observation
         choice = jax.vmap(state.actor)(shown)
-        if continuous:
+        if env.continuous_actions:
             np.testing.assert_allclose(jnp.clip(choice.mode(), -1, 1)[:, 0], [-1, 1], atol=0.1)
         else:
             assert jnp.exp(choice.log_probs)[0, 1] > 0.9

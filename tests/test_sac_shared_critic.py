@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import side_by_side
-from probes import Probe
+from probes import PROBES, Probe
 
 import sac_shared_critic as sac
 from envs import AgentObservation, Rendezvous, Spread
@@ -68,13 +68,6 @@ PROBING = Config(
     gamma=0.5,
     tau=0.05,
 )
-PROBES = [  # kind, observations and their values
-    ("constant", [(0, 0)], [1.0]),
-    ("observed", [(-1, 0), (1, 0)], [-1.0, 1.0]),
-    ("delayed", [(0, 0), (0, 1)], [0.5, 1.0]),  # gamma, then 1
-    ("action", [(0, 0)], [1.0]),
-    ("both", [(-1, 0), (1, 0)], [1.0, 1.0]),
-]
 
 
 @pytest.fixture(scope="module")
