@@ -95,6 +95,33 @@ def track_episode(env, sums: EpisodeSums, time_step: TimeStep) -> tuple[Array, d
     return done, figures, jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), sums)
 
 
+def play(env, policy: Callable[[AgentObservation, Array], Array], key: Array, episodes: int) -> tuple[dict, Any]:
+    """Fresh episodes of a policy (observation, key) -> action of one team.
+
+    Returns (figures [E] of the episodes, the env_states [T, ...] of the first one).
+    """
+    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
+    observation, env_state = jax.vmap(env.reset)(keys[0, 0])
+
+    def step(carry, keys):
+        observation, env_state, over = carry
+        act_key, env_key = keys
+        action = jax.vmap(policy)(observation, act_key)
+        time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
+        first = jax.tree.map(lambda x: x[0], env_state)
+        outcome = time_step.reward.mean(-1), time_step.cost, time_step.info, ~over, first
+        return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
+
+    start = observation, env_state, jnp.zeros(episodes, bool)
+    _, (reward, cost, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
+    steps = running.sum(0)  # [E]
+    total = lambda x: jnp.where(running, x, 0).sum(0)  # noqa: E731
+    mean = jax.tree.map(lambda x: total(x) / steps, info)
+    last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
+    sums = {"episode_return": total(reward), "episode_cost": total(cost)}
+    return env.episode_summary(mean, last) | sums, trajectory
+
+
 def check_range(settings, names: str, allowed: str, test: Callable[[Any], bool]) -> None:
     """Raise a one-line ValueError for the first of the named fields that fails the test; fields are named as flags."""
     for name in names.split():
@@ -114,7 +141,54 @@ def save_drawing(figure, draw_step: Callable[[int], None], steps: int, path: str
         figure.savefig(path)
 
 
-# --- 2. graphs ------------------------------------------------------------------------------------
+# --- 2. normalizing observations ------------------------------------------------------------------
+class Normalizer(NamedTuple):
+    """Running statistics of the raw observations, one pytree: [O] for the actor, [C] for the critic."""
+
+    count: Array  # [] observations of single agents so far
+    mean: AgentObservation
+    variance: AgentObservation
+
+
+def init_normalizer(observation: AgentObservation) -> Normalizer:
+    """The identity (up to epsilon), for observations [..., N, O] or shapes of them."""
+    without_mask = observation._replace(action_mask=None)
+    mean = jax.tree.map(lambda x: jnp.zeros(x.shape[-1]), without_mask)
+    return Normalizer(jnp.zeros(()), mean, jax.tree.map(jnp.ones_like, mean))
+
+
+def update_normalizer(normalizer: Normalizer, observation: AgentObservation) -> Normalizer:
+    """Merge the rows of a batch [..., O] (Chan et al. 1979). A feature with a non-finite moment keeps its statistics.
+
+    Means and variances instead of sums, so that float32 carries 1e9 rows.
+    """
+    rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), observation._replace(action_mask=None))
+    count = normalizer.count + rows.observation.shape[0]
+    weight = rows.observation.shape[0] / count
+    shift = jax.tree.map(lambda x, mean: x.mean(0) - mean, rows, normalizer.mean)
+    mean = jax.tree.map(lambda mean, shift: mean + weight * shift, normalizer.mean, shift)
+    variance = jax.tree.map(
+        lambda old, x, shift: (1 - weight) * old + weight * x.var(0) + (jnp.sqrt(weight * (1 - weight)) * shift) ** 2,
+        normalizer.variance,
+        rows,
+        shift,
+    )
+    finite = jax.tree.map(lambda mean, variance: jnp.isfinite(mean) & jnp.isfinite(variance), mean, variance)
+    keep = partial(jax.tree.map, jnp.where, finite)
+    return Normalizer(count, keep(mean, normalizer.mean), keep(variance, normalizer.variance))
+
+
+def normalize(normalizer: Normalizer, observation: AgentObservation) -> AgentObservation:
+    """Zero mean, unit variance, clipped to [-10, 10]; leaves the mask alone."""
+
+    def scale(mean, variance, x):
+        return jnp.clip((x - mean) / jnp.sqrt(variance + 1e-8), -10, 10)
+
+    scaled = jax.tree.map(scale, normalizer.mean, normalizer.variance, observation._replace(action_mask=None))
+    return scaled._replace(action_mask=observation.action_mask)
+
+
+# --- 3. graphs ------------------------------------------------------------------------------------
 def chebyshev_distance(position: Array) -> Array:
     """Pairwise king's-move distance, [..., N, 2] -> [..., N, N]."""
     return jnp.abs(position[..., :, None, :] - position[..., None, :, :]).max(-1)
@@ -133,7 +207,7 @@ def fiedler_value(weight: Array) -> Array:
     return jnp.linalg.eigvalsh(jnp.diag(weight.sum(-1)) - weight)[1]
 
 
-# --- 3. Coverage ----------------------------------------------------------------------------------
+# --- 4. Coverage ----------------------------------------------------------------------------------
 MOVES = np.array([(0, 0), (-1, 0), (0, 1), (1, 0), (0, -1)])  # stay, north, east, south, west as (row, column)
 ZOOM_SCALES = (3, 9, 27)  # box sides in cells of the far field: each level surrounds the one before
 
@@ -433,7 +507,7 @@ class Coverage:
         return jnp.concatenate([nearest, link, degree / 4], -1)
 
 
-# --- 4. Spread ------------------------------------------------------------------------------------
+# --- 5. Spread ------------------------------------------------------------------------------------
 # The particle world of mpe2's simple_spread_v3. Units are those of its square [-1, 1]^2, time units are 10 steps.
 TIME_STEP, DAMPING, FORCE_GAIN = 0.1, 0.25, 5.0
 CONTACT_DISTANCE, CONTACT_STIFFNESS, CONTACT_SOFTNESS = 0.3, 100.0, 1e-3
@@ -585,7 +659,7 @@ class Spread:
         return AgentObservation(observation, joint)
 
 
-# --- 5. Rendezvous --------------------------------------------------------------------------------
+# --- 6. Rendezvous --------------------------------------------------------------------------------
 class RendezvousState(NamedTuple):
     position: Array  # [N] in [-1, 1]
     time: Array  # [] steps taken

@@ -26,7 +26,6 @@ Axes: T steps, E environments, N agents, B batch, R buffer rows, O/C/A sizes of 
 """
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import inspect
@@ -43,7 +42,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -60,11 +58,16 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from envs import (
     AgentObservation,
     EpisodeSums,
+    Normalizer,
     Rendezvous,
     Spread,
     check_range,
+    init_normalizer,
+    normalize,
+    play,
     step_autoreset,
     track_episode,
+    update_normalizer,
     zero_sums,
 )
 
@@ -189,54 +192,7 @@ def smaller_value(twins: Critic, critic_input: Array, action: Array) -> Array:
     return jax.vmap(lambda critic: critic(critic_input, action))(twins).min(0)
 
 
-# --- 3. normalizer --------------------------------------------------------------------------------
-class Normalizer(NamedTuple):
-    """Running statistics of the raw observations, one pytree: [O] for the actor, [C] for the critic."""
-
-    count: Array  # [] observations of single agents so far
-    mean: AgentObservation
-    variance: AgentObservation
-
-
-def init_normalizer(observation: AgentObservation) -> Normalizer:
-    """The identity (up to epsilon), for observations [..., N, O] or shapes of them."""
-    without_mask = observation._replace(action_mask=None)
-    mean = jax.tree.map(lambda x: jnp.zeros(x.shape[-1]), without_mask)
-    return Normalizer(jnp.zeros(()), mean, jax.tree.map(jnp.ones_like, mean))
-
-
-def update_normalizer(normalizer: Normalizer, observation: AgentObservation) -> Normalizer:
-    """Merge the rows of a batch [..., O] (Chan et al. 1979). A feature with a non-finite moment keeps its statistics.
-
-    Means and variances instead of sums, so that float32 carries 1e9 rows.
-    """
-    rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), observation._replace(action_mask=None))
-    count = normalizer.count + rows.observation.shape[0]
-    weight = rows.observation.shape[0] / count
-    shift = jax.tree.map(lambda x, mean: x.mean(0) - mean, rows, normalizer.mean)
-    mean = jax.tree.map(lambda mean, shift: mean + weight * shift, normalizer.mean, shift)
-    variance = jax.tree.map(
-        lambda old, x, shift: (1 - weight) * old + weight * x.var(0) + (jnp.sqrt(weight * (1 - weight)) * shift) ** 2,
-        normalizer.variance,
-        rows,
-        shift,
-    )
-    finite = jax.tree.map(lambda mean, variance: jnp.isfinite(mean) & jnp.isfinite(variance), mean, variance)
-    keep = partial(jax.tree.map, jnp.where, finite)
-    return Normalizer(count, keep(mean, normalizer.mean), keep(variance, normalizer.variance))
-
-
-def normalize(normalizer: Normalizer, observation: AgentObservation) -> AgentObservation:
-    """Zero mean, unit variance, clipped to [-10, 10]; leaves the mask alone."""
-
-    def scale(mean, variance, x):
-        return jnp.clip((x - mean) / jnp.sqrt(variance + 1e-8), -10, 10)
-
-    scaled = jax.tree.map(scale, normalizer.mean, normalizer.variance, observation._replace(action_mask=None))
-    return scaled._replace(action_mask=observation.action_mask)
-
-
-# --- 4. replay buffer -----------------------------------------------------------------------------
+# --- 3. replay buffer -----------------------------------------------------------------------------
 class Transition(NamedTuple):
     """One step of a team; every leaf has the agents in front, the flags are those of the team for each."""
 
@@ -276,7 +232,7 @@ def sample(buffer: ReplayBuffer, key: Array, batch_size: int) -> Transition:
     return jax.tree.map(lambda x: x[place], buffer.row)
 
 
-# --- 5. the team ----------------------------------------------------------------------------------
+# --- 4. the team ----------------------------------------------------------------------------------
 class Critics(NamedTuple):
     """The twins of an agent; they differ, their targets start as copies."""
 
@@ -410,7 +366,7 @@ def update_team(config: Config, team: Team, key: Array, batch: Transition) -> tu
     return team, jax.tree.map(jnp.mean, critic_metrics | actor_metrics)
 
 
-# --- 6. interaction -------------------------------------------------------------------------------
+# --- 5. interaction -------------------------------------------------------------------------------
 class TrainState(NamedTuple):
     """Everything that training changes."""
 
@@ -486,7 +442,7 @@ def collect_and_learn(config: Config, env, state: TrainState, key: Array) -> tup
     return state._replace(team=team), (*outcome, losses)
 
 
-# --- 7. training: one scan ------------------------------------------------------------------------
+# --- 6. training: one scan ------------------------------------------------------------------------
 def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[TrainState, dict]:
     """One iteration: num_steps steps of all environments with a gradient step after each."""
     keys = jax.random.split(key, config.num_steps)
@@ -595,27 +551,8 @@ def evaluate(
     config: Config, env, state: TrainState, key: Array, episodes: int, deterministic: bool = EVAL_DETERMINISTIC
 ) -> tuple[dict[str, Array], Any]:
     """Fresh episodes; -> (figures [E] of the episodes, the env_states [T, ...] of the first one)."""
-    keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
-    observation, env_state = jax.vmap(env.reset)(keys[0, 0])
-
-    def step(carry, keys):
-        observation, env_state, over = carry
-        act_key, env_key = keys
-        choose = partial(select_action, config, env, state, deterministic=deterministic)
-        action = jax.vmap(choose)(observation, act_key)
-        time_step, env_state = jax.vmap(env.step)(env_key, env_state, action)
-        first = jax.tree.map(lambda x: x[0], env_state)
-        outcome = time_step.reward.mean(-1), time_step.cost, time_step.info, ~over, first
-        return (time_step.observation, env_state, over | time_step.terminated | time_step.truncated), outcome
-
-    start = observation, env_state, jnp.zeros(episodes, bool)
-    _, (reward, cost, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
-    steps = running.sum(0)  # [E]
-    total = lambda x: jnp.where(running, x, 0).sum(0)  # noqa: E731
-    mean = jax.tree.map(lambda x: total(x) / steps, info)
-    last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
-    sums = {"episode_return": total(reward), "episode_cost": total(cost)}
-    return env.episode_summary(mean, last) | sums, trajectory
+    policy = partial(select_action, config, env, state, deterministic=deterministic)
+    return play(env, policy, key, episodes)
 
 
 def environments() -> dict[str, type]:
@@ -633,8 +570,8 @@ def columns(env) -> dict[str, str]:
     return dict(zip(names, names, strict=True))
 
 
-# --- 8. checkpoints -------------------------------------------------------------------------------
-FORMAT = 1  # of a checkpoint
+# --- 7. checkpoints -------------------------------------------------------------------------------
+FORMAT = 2  # of a checkpoint
 leaf_name = partial(keystr, simple=True, separator=".")
 
 
@@ -646,7 +583,7 @@ def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainSt
         with path.open("rb") as file:
             header = json.loads(file.readline())
             if (header["script"], header["format"]) == (script, FORMAT):
-                keys = jax.random.split(jax.random.key(0), header["run"]["num_seeds"])
+                keys = jax.random.split(jax.random.key(0), header["config"]["num_seeds"])
                 like = jax.eval_shape(jax.vmap(partial(init_state, *saved_task(header))), keys)
                 return header, eqx.tree_deserialise_leaves(file, like)
     except OSError as error:
@@ -655,13 +592,12 @@ def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainSt
         raise ValueError(f"{flag} must be a checkpoint, {path} is not a complete one of {script}") from None
     if header["script"] != script:
         raise ValueError(f"{flag} must be a checkpoint of {script}, {path} is one of {header['script']}")
-    raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: update {script}")
+    raise ValueError(f"{flag} must be of format {FORMAT}, {path} is of {header['format']}: use the code that wrote it")
 
 
 def saved_task(header: dict) -> tuple[Config, Any]:
     """Config and environment of a checkpoint."""
-    ((name, fields),) = header["env"].items()
-    return Config(**header["config"]), environments()[name.lower()](**fields)
+    return from_flags(Config, header["config"]), from_flags(environments()[header["config"]["env"]], header["config"])
 
 
 def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None], Array]:
@@ -670,8 +606,8 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
     `index` counts the seeds of the run. Raises ValueError if there is no such seed, or no checkpoint of this script.
     """
     header, state = load_checkpoint(path)
-    if not 0 <= index < header["run"]["num_seeds"]:
-        raise ValueError(f"index must be below {header['run']['num_seeds']}, the seeds of {path}, got {index}")
+    if not 0 <= index < header["config"]["num_seeds"]:
+        raise ValueError(f"index must be below {header['config']['num_seeds']}, the seeds of {path}, got {index}")
     config, env = saved_task(header)
     state = jax.tree.map(lambda x: x[index], state)
 
@@ -689,8 +625,9 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     """
     keys = key.reshape(-1)
     header, saved = load_checkpoint(path, "--init-from")
-    if header["run"]["num_seeds"] not in (1, keys.size):
-        raise ValueError(f"--num-seeds must be {header['run']['num_seeds']} as in {path}, got {keys.size}")
+    num_seeds = header["config"]["num_seeds"]
+    if num_seeds not in (1, keys.size):
+        raise ValueError(f"--num-seeds must be {num_seeds} as in {path}, got {keys.size}")
     init = jax.jit(each_seed(partial(init_state, config, env), keys.shape))
     check_same_shapes("--init-from", path, networks(saved), networks(jax.eval_shape(init, keys)))
     state = init(keys)
@@ -710,10 +647,7 @@ def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
         raise ValueError(f"{flag} must have the same architecture, {path} has {leaves}")
 
 
-# --- 9. running: arguments, logging, saving --------------------------------------------------------
-NO_CHECKPOINT = "no checkpoint was written, see --run-dir"
-
-
+# --- 8. flags -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Run:
     """One run of the script; each field is a flag."""
@@ -759,32 +693,22 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     first.error = parser.error = refuse
     known, _ = first.parse_known_args(argv)  # which other flags there are, and all defaults, depend on these
 
-    source, checkpoint = known.resume or known.eval, None
-    saved, free = {"env": known.env}, {"episodes", "deterministic"}
+    resume, source, saved, checkpoint = known.resume, known.resume or known.eval, {"env": known.env}, None
     if source:
-        header, _ = checkpoint = load_checkpoint(source, "--resume" if known.resume else "--eval")
-        if known.resume and not Path(source).is_dir():
-            raise ValueError(f"--resume must be the folder of a run, got {source}")
-        config, env = saved_task(header)
-        saved = asdict(config) | asdict(env) | {"env": type(env).__name__.lower()} | header["run"]
-        if known.resume:
-            saved |= {"run_dir": source, "resume": source, "eval": "", "render": ""}
-            free |= {"save_every", "render"}
-        else:
-            saved |= {"run_dir": "", "resume": "", "init_from": "", "eval": source, "render": ""}
-            free |= {"seed", "render", *asdict(env)}
+        header, _ = checkpoint = load_checkpoint(source, "--resume" if resume else "--eval")
+        saved = header["config"] | {"run_dir": resume, "resume": resume, "eval": "" if resume else source, "render": ""}
     classes = Config, environments()[saved["env"]], Run
     for cls in classes[:2]:
         add_flags(parser, cls)
     parser.set_defaults(**saved)
     values = vars(parser.parse_args(argv))
-    for name in saved:
-        may_rise = known.resume and name == LENGTH
-        if values[name] != saved[name] and name not in free and not (may_rise and values[name] > saved[name]):
-            rule = f"--{name.replace('_', '-')} must be left out{' or raised' if may_rise else ''}"
+    free = {"episodes", "deterministic", "render"}
+    free |= {"save_every"} if resume else {"seed", *classes[1].__dataclass_fields__}
+    for name in (name for name in saved if values[name] != saved[name] and name not in free):
+        if not (resume and name == LENGTH and values[name] > saved[name]):
+            rule = f"--{name.replace('_', '-')} must be left out{' or raised' if resume and name == LENGTH else ''}"
             raise ValueError(f"{rule}, {source} has {saved[name]!r}; got {values[name]!r}")
-    settings = (cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}) for cls in classes)
-    return *settings, checkpoint
+    return *(from_flags(cls, values) for cls in classes), checkpoint
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
@@ -797,31 +721,40 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
         parser.add_argument(flag, default=field.default, help=comment.get(field.name), **kind)
 
 
+def from_flags(cls: type, values: dict[str, Any]) -> Any:
+    """A dataclass from the values of its flags, among others."""
+    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+
+
 def refuse(message: str) -> NoReturn:
     """End with one line and exit code 2."""
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
+# --- 9. running: logging, saving ------------------------------------------------------------------
+NO_CHECKPOINT = "no checkpoint was written, see --run-dir"
+
+
 class Recorder:
     """Prints a line and appends to metrics.csv per iteration, saves checkpoints; called from inside the scan."""
 
-    def __init__(self, config: Config, env, run: Run, start: int):
-        """Open the files in --run-dir. Raises ValueError if it holds a run that is not resumed or cannot be written."""
-        self.config, self.env, self.run, self.start = config, env, run, start
-        self.folder, self.metrics_file, self.seconds = Path(run.run_dir), None, 0.0
-        self.settings = {"format": FORMAT, "script": Path(__file__).name, "config": asdict(config)}
-        self.settings |= {"env": {type(env).__name__: asdict(env)}, "run": asdict(run)}
-        self.saved = f"the checkpoint of iteration {start} is in {self.folder}" if start else NO_CHECKPOINT
+    def __init__(self, config: Config, env, run: Run, resumed: dict):
+        """`resumed`: header of the checkpoint to go on from, or {}. Raises ValueError if --run-dir cannot be used."""
+        self.config, self.env, self.run, self.folder, self.metrics_file = config, env, run, Path(run.run_dir), None
+        self.start = resumed.get("iteration", 0)
+        self.seconds = self.earlier = resumed.get("seconds", 0.0)  # of the whole run and before this process
+        values = {"env": type(env).__name__.lower()} | asdict(config) | asdict(env) | asdict(run)
+        self.header = {"format": FORMAT, "script": Path(__file__).name, "config": values}
+        self.saved = f"the checkpoint of iteration {self.start} is in {self.folder}" if resumed else NO_CHECKPOINT
         if run.run_dir:
-            self.open_folder()
+            self.open_folder(resumed.get("metrics_size", 0))
 
-    def open_folder(self) -> None:
-        """Write config.json, and metrics.csv without the rows that a resumed run is going to write again."""
-        held = [name for name in ("config.json", "metrics.csv", "checkpoint.eqx") if (self.folder / name).exists()]
+    def open_folder(self, metrics_size: int) -> None:
+        """Write config.json, and cut the rows off that a resumed run is going to write again."""
+        held = [name for name in ("checkpoint.eqx", "metrics.csv", "config.json") if (self.folder / name).exists()]
         if held and not self.run.resume:
-            advice = "; see --resume" if "checkpoint.eqx" in held else " with no checkpoint: delete it"
-            raise ValueError(f"--run-dir must be a folder without a run, {self.folder} holds one{advice}")
+            raise ValueError(f"--run-dir must hold no run, {self.folder} has {held[0]}: resume or delete it")
         command = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
         git = subprocess.run(command, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
         about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
@@ -830,13 +763,9 @@ class Recorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.metrics_file = (self.folder / "metrics.csv").open("a+", newline="")
             self.metrics_file.seek(0)
-            header, *rows = [line for line in self.metrics_file if line.endswith("\n")] or [""]
-            whole = lambda row: row.count(",") == header.count(",")  # noqa: E731
-            rows = list(takewhile(lambda row: whole(row) and int(row.split(",")[1]) <= self.start, rows))
-            self.metrics_file.truncate(len(header + "".join(rows)))
+            self.metrics_file.truncate(self.metrics_file.read(metrics_size).rfind("\n") + 1)  # whole lines
             self.metrics_file.seek(0, os.SEEK_END)
-            self.seconds = float(rows[-1].split(",")[-1]) if rows else 0.0
-            (self.folder / "config.json").write_text(json.dumps(self.settings | about, indent=2) + "\n")
+            (self.folder / "config.json").write_text(json.dumps(self.header | about, indent=2) + "\n")
         except OSError as error:
             flag = "--resume" if self.run.resume else "--run-dir"
             raise ValueError(f"{flag} must be a writable folder: {error}") from error
@@ -854,17 +783,15 @@ class Recorder:
         done, seconds, leaf = int(i) + 1, time.perf_counter() - self.started, int(metrics.pop("non_finite"))
         steps = env_steps_per_iteration(self.config, self.env)
         speed = (done - self.start) * steps * self.run.num_seeds / seconds
+        self.seconds = round(self.earlier + seconds, 2)
         metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}  # [S]
-        if self.metrics_file:
-            for s in range(self.run.num_seeds):
-                row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * steps}
-                row |= {name: value[s] for name, value in metrics.items()}
-                row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds + seconds, 2)}
-                writer = csv.DictWriter(self.metrics_file, row, lineterminator="\n")
-                if self.metrics_file.tell() == 0:
-                    writer.writeheader()
-                writer.writerow(row)
-            self.metrics_file.flush()
+        for s in range(self.run.num_seeds if self.metrics_file else 0):
+            row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * steps}
+            row |= {name: value[s] for name, value in metrics.items()}
+            row |= {"env_steps_per_second": round(speed, 1), "seconds": self.seconds}
+            if self.metrics_file.tell() == 0:
+                print(*row, sep=",", file=self.metrics_file)
+            print(*row.values(), sep=",", file=self.metrics_file, flush=True)
         cells = [f"{done}/{self.config.iterations}".rjust(9), f"{done * steps:>11,}", f"{speed:>9,.0f}"]
         for header, name in self.columns.items():
             spread = f" ± {metrics[name].std():.2f}" if self.run.num_seeds > 1 else ""
@@ -878,9 +805,10 @@ class Recorder:
 
     def save(self, i: Array, state: TrainState) -> None:
         """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+        progress = {"iteration": int(i) + 1, "seconds": self.seconds, "metrics_size": self.metrics_file.tell()}
         temporary = self.folder / "checkpoint.tmp"
         with temporary.open("wb") as file:
-            file.write(json.dumps(self.settings | {"iteration": int(i) + 1}).encode() + b"\n")
+            file.write(json.dumps(self.header | progress).encode() + b"\n")
             eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
             file.flush()
             os.fsync(file.fileno())
@@ -901,7 +829,7 @@ def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
             state = init_state_from_checkpoint(config, env, init_key, run.init_from)
         else:
             state = init(init_key)
-        recorder = Recorder(config, env, run, header["iteration"] if run.resume else 0)
+        recorder = Recorder(config, env, run, header if run.resume else {})
         if run.resume and getattr(config, LENGTH) > header["config"][LENGTH]:
             lengths = f"from {header['config'][LENGTH]} to {getattr(config, LENGTH)}"
             print(f"{LENGTH} raised {lengths}: schedules stretch to the new total")

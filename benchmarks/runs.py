@@ -72,7 +72,7 @@ def callbacks(folder: Path) -> None:
     run = ppo_ctde.Run(run_dir=str(folder / "callbacks"))
     init_key, train_key, _ = run.keys()
     state = jax.vmap(lambda key: ppo_ctde.init_state(config, env, key))(init_key)
-    recorder = ppo_ctde.Recorder(config, env, run, 0)
+    recorder = ppo_ctde.Recorder(config, env, run, {})
     with contextlib.redirect_stdout(io.StringIO()):
         recorder.begin(state)
     hooks = {"log_fn": recorder.log, "save_fn": recorder.save, "save_every": run.save_every}
@@ -94,7 +94,7 @@ def checkpoint(folder: Path) -> None:
     config, env = sac.Config(buffer_size=57_000), Spread()
     run = sac.Run(run_dir=str(folder / "checkpoint"))
     state = jax.vmap(lambda key: sac.init_state(config, env, key))(run.keys()[0])
-    recorder = sac.Recorder(config, env, run, 0)
+    recorder = sac.Recorder(config, env, run, {})
     state, times = jax.tree.map(np.asarray, state), []
     for i in range(5):
         started = time.perf_counter()

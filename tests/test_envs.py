@@ -19,8 +19,11 @@ from envs import (
     Spread,
     TimeStep,
     fiedler_value,
+    init_normalizer,
+    normalize,
     step_autoreset,
     track_episode,
+    update_normalizer,
     zero_sums,
 )
 
@@ -63,7 +66,44 @@ def assert_close(actual, expected, atol=1e-6):
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=atol)
 
 
-# --- 1. graphs ------------------------------------------------------------------------------------
+# --- 1. normalizing observations ------------------------------------------------------------------
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4, 900], list(range(100, 1000, 100))])
+def test_normalizer_equals_numpy_on_any_split(cuts):
+    rows = np.random.default_rng(0).normal(5.0, [[1.0, 1000.0]], (1000, 2)).astype(np.float32)
+    normalizer = init_normalizer(AgentObservation(rows, rows[:, :1]))
+    for part in np.split(rows, cuts):
+        normalizer = update_normalizer(normalizer, AgentObservation(jnp.array(part), jnp.array(part[:, :1])))
+    assert normalizer.count == 1000
+    np.testing.assert_allclose(normalizer.mean.observation, rows.mean(0), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(normalizer.variance.observation, rows.var(0), rtol=1e-4)
+    np.testing.assert_allclose(normalizer.variance.critic_observation, rows[:, :1].var(0), rtol=1e-4)
+
+
+def test_normalizer_stays_finite_on_constant_huge_and_infinite_features():
+    normalizer = init_normalizer(AgentObservation(jnp.zeros((1, 3))))
+    for _ in range(100):
+        rows = jnp.stack([jnp.full(50, 2.0), jnp.full(50, 1e30), jnp.arange(50.0)], -1)
+        normalizer = update_normalizer(normalizer, AgentObservation(rows))
+    before = normalizer
+    normalizer = update_normalizer(normalizer, AgentObservation(rows.at[0, 2].set(jnp.inf)))
+    np.testing.assert_array_equal(normalizer.mean.observation[2], before.mean.observation[2])
+    shown = normalize(normalizer, AgentObservation(jnp.array([2.001, 1e30, 1e9])))
+    assert np.isfinite(shown.observation).all()
+    assert np.abs(shown.observation).max() <= 10
+
+
+def test_normalizer_carries_a_billion_rows_in_float32():
+    normalizer = init_normalizer(AgentObservation(jnp.zeros((1, 1))))._replace(count=jnp.asarray(1e9))
+    normalizer = normalizer._replace(mean=AgentObservation(jnp.ones(1)), variance=AgentObservation(4 * jnp.ones(1)))
+    rows = jnp.array([[-1.0], [3.0]] * 5000)  # mean 1, variance 4: nothing may drift
+    update = jax.jit(lambda n: jax.lax.fori_loop(0, 1000, lambda _, n: update_normalizer(n, AgentObservation(rows)), n))
+    normalizer = update(normalizer)
+    np.testing.assert_allclose(normalizer.count, 1e9 + 1e7, rtol=1e-3)
+    np.testing.assert_allclose(normalizer.mean.observation, 1.0, rtol=1e-3)
+    np.testing.assert_allclose(normalizer.variance.observation, 4.0, rtol=1e-3)
+
+
+# --- 2. graphs ------------------------------------------------------------------------------------
 def path(n, closed=0):
     weight = np.eye(n, k=1)
     weight[0, -1] = closed
@@ -112,7 +152,7 @@ def test_fiedler_value_of_a_weighted_graph_and_of_a_line_of_robots():
     assert 0.5200 < slow_connectivity(Coverage(comm_r=5), line) < 0.5203  # the links of 8 cells add 0.004 to the path
 
 
-# --- 2. moves, reward and cost on hand-drawn maps -------------------------------------------------
+# --- 3. moves, reward and cost on hand-drawn maps -------------------------------------------------
 def test_action_mask_closes_edges_walls_and_occupied_cells_but_never_staying():
     [(time_step, _)] = play(*draw("01... 2#... ..#.. .34#. ....."), [STAY] * 5)
     expected = np.zeros((5, 5), bool)
@@ -174,7 +214,7 @@ def test_cost_and_connectivity_of_three_robots_in_closed_form(name):
     assert_close(time_step.reward, [0.25 * connected] * 3)
 
 
-# --- 3. whole episodes against slow loops ---------------------------------------------------------
+# --- 4. whole episodes against slow loops ---------------------------------------------------------
 EPISODES = {  # grid, robots, share of walls, steps, settings
     "4 scattered": (12, 4, 0.0, 40, {"comm_r": 3, "horizon": 40, "local_ratio": 0.0}),
     "7 crowded": (7, 7, 0.25, 200, {"comm_r": 2, "view_r": 1, "n_nearest": 3, "local_ratio": 1.0}),
@@ -268,7 +308,7 @@ def test_news_travels_one_hop_per_step_and_never_out_of_range():
         assert_trees_equal(now.heard[4], np.asarray(state.position))
 
 
-# --- 4. observations ------------------------------------------------------------------------------
+# --- 5. observations ------------------------------------------------------------------------------
 def slow_observation(env, state, i):
     """(observation, nearest teammate, weakest link) of robot i, cell by cell and teammate by teammate."""
     here, robots = state.position[i], set(map(tuple, state.position))
@@ -351,7 +391,7 @@ def test_observation_sizes_depend_on_neither_grid_nor_team():
         assert observation.critic_observation.shape == (n_agents, 2 * size + 2)
 
 
-# --- 5. the start of an episode -------------------------------------------------------------------
+# --- 6. the start of an episode -------------------------------------------------------------------
 OPEN = Coverage(grid=6, n_agents=9, spawn_r=1, horizon=3)  # as many robots as the spawn area has cells
 WALLED = Coverage(grid=7, n_agents=16, obstacle_density=0.5)  # as many as it has cells between all its walls
 KEYS = jax.random.split(KEY, 2000)
@@ -416,7 +456,7 @@ def test_an_episode_is_a_function_of_its_key_alone_or_in_a_batch():
     assert (batch.position[0] != batch.position[1]).any()
 
 
-# --- 6. the end of an episode ---------------------------------------------------------------------
+# --- 7. the end of an episode ---------------------------------------------------------------------
 def test_the_clock_truncates_exactly_at_the_horizon_and_step_never_resets():
     action = np.arange(9) % 5
     time_step, state = zip(*play(OPEN, reset(OPEN, KEY)[1], *[action] * 4), strict=True)
@@ -493,7 +533,7 @@ def test_step_and_autoreset_keep_the_types_that_reset_starts_with(env, x64):
         assert jax.eval_shape(partial(step_autoreset, env), KEY, state, action)[1:] == (state, observation)
 
 
-# --- 7. Rendezvous --------------------------------------------------------------------------------
+# --- 8. Rendezvous --------------------------------------------------------------------------------
 def test_rendezvous_moves_left_stays_moves_right_and_pays_minus_the_spread():
     env, start = Rendezvous(n_agents=3, max_steps=4, speed=0.25), jnp.array([-0.9, 0.5, 0.8])
     time_step, state = env.step(KEY, RendezvousState(start, jnp.int32(2)), jnp.array([0, 1, 2]))
@@ -540,7 +580,7 @@ def test_sampled_actions_are_uniform_for_every_agent(env):
     assert_close(share, np.full((9, env.action_size), 1 / env.action_size), atol=0.05)
 
 
-# --- 8. figures, maps and settings ----------------------------------------------------------------
+# --- 9. figures, maps and settings ----------------------------------------------------------------
 def test_episode_summary_takes_the_last_coverage_and_the_mean_connectivity():
     mean = {"coverage": 0.5, "connected": 0.25, "connected_weak": 0.75}
     last = {"coverage": 1.0, "connected": 0.0, "connected_weak": 0.0}

@@ -585,14 +585,14 @@ def test_functions_are_nested_no_deeper_than_one_in_another(module):
 @pytest.fixture(scope="module")
 def checkpoint(run, tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("run"))
-    recorder = merl.Recorder(LEARNING, EASY, merl.Run(run_dir=folder), 0)
+    recorder = merl.Recorder(LEARNING, EASY, merl.Run(run_dir=folder), {})
     recorder.save(np.asarray(11), jax.tree.map(lambda x: x[None], run.end))  # of one seed
     return folder
 
 
 def test_checkpoint_holds_every_leaf_bit_for_bit(run, checkpoint):
     header, state = merl.load_checkpoint(checkpoint)
-    assert (header["iteration"], header["run"]["num_seeds"]) == (12, 1)
+    assert (header["iteration"], header["config"]["num_seeds"]) == (12, 1)
     assert_trees_equal(jax.tree.map(lambda x: x[0], state), run.end)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(run.end)} == {"float32", "int32"}
 

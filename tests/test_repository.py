@@ -40,8 +40,7 @@ TASKS = [(script, name) for script in SCRIPTS for name in MODULES[script].enviro
 REQUIREMENTS = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines()]
 # Copied on purpose, so that a script stands alone: a change to one copy is a change to all.
 SHARED = """Trunk linear small_linear compute_gae minibatch_rows make_optimizer check_range
-    Normalizer init_normalizer update_normalizer normalize perceive
-    train each_seed networks first_non_finite evaluate"""
+    perceive train each_seed networks first_non_finite"""
 DOCUMENTED = "--grid 10 --n-agents 4 --outer 3 --grad-steps 3 --pop 8 --flock scripted --rollouts 4"
 # A script finds only what lies beside it, has no missing device to warn of and compiles fast.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
@@ -264,10 +263,11 @@ def test_run_folder_is_complete(documented):
     _, folder = documented
     assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.csv", "checkpoint.eqx"}
     header = checkpoint_header(folder)
-    assert (header["format"], header["iteration"], header["run"]["seed"], header["run"]["num_seeds"]) == (1, 3, 0, 1)
+    assert (header["format"], header["iteration"]) == (2, 3)
+    config, env = merl.Config(outer=3, grad_steps=3, pop=8, rollouts=4), envs.Coverage(grid=10)
+    values = asdict(config) | asdict(env) | asdict(merl.Run(run_dir=str(folder))) | {"env": "coverage"}
     for saved in (header, json.loads((folder / "config.json").read_text())):
-        assert saved["config"] == asdict(merl.Config(outer=3, grad_steps=3, pop=8, rollouts=4))
-        assert (saved["script"], saved["env"]) == ("merl.py", {"Coverage": asdict(envs.Coverage(grid=10))})
+        assert (saved["script"], saved["config"]) == ("merl.py", values)
     assert saved["command"] == ["merl.py", *DOCUMENTED.split(), "--run-dir", str(folder)]
     assert saved["versions"]["jax"] == jax.__version__ and "commit" in saved
 
@@ -354,8 +354,8 @@ REFUSALS = {  # what the line says: arguments
     "{flag} must be a checkpoint of merl.py, {value}/checkpoint.eqx is one of es.py": "--init-from DIR/es",
     "{flag} must have the same architecture, {value} has ": "--init-from DIR/other",
     "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below",
-    "{flag} must be a folder without a run, {value} holds one; see --resume": "--run-dir DIR/merl",
-    "{flag} must be a folder without a run, {value} holds one with no checkpoint: delete it": "--run-dir DIR/started",
+    "{flag} must hold no run, {value} has checkpoint.eqx: resume or delete it": "--run-dir DIR/merl",
+    "{flag} must hold no run, {value} has metrics.csv: resume or delete it": "--run-dir DIR/started",
     "{flag} must be a .png or .gif file in a folder that exists, got {value}": "--render a.jpg, --render DIR/no/a.png",
     "{flag} must be at least 2, got {value}": "--episodes 1",
     "--num-seeds must be 2 as in {value}, got 1": "--init-from DIR/two",
@@ -372,12 +372,12 @@ def inputs(tmp_path_factory) -> Path:
         config, run_dir = script.Config(**config), str(folder / name)
         run = script.Run(num_seeds=num_seeds, run_dir=run_dir)
         state = jax.vmap(partial(script.init_state, config, env))(run.keys()[0])
-        recorder = script.Recorder(config, env, run, 0)
+        recorder = script.Recorder(config, env, run, {})
         recorder.save(0, state)
         recorder.metrics_file.close()
     content = (folder / "merl" / "checkpoint.eqx").read_bytes()
     (folder / "newer").mkdir()
-    (folder / "newer" / "checkpoint.eqx").write_bytes(content.replace(b'"format": 1', b'"format": 2', 1))
+    (folder / "newer" / "checkpoint.eqx").write_bytes(content.replace(b'"format": 2', b'"format": 3', 1))
     arrays = content.index(b"\n") + 1
     for name, end in {"in_header": 99, "after_header": arrays, "in_arrays": arrays + 9999, "by_a_byte": -1}.items():
         (folder / f"cut_{name}").write_bytes(content[:end])
@@ -393,8 +393,9 @@ RESUME = {
     "--resume DIR/missing": "--resume must be a checkpoint, DIR/missing cannot be read: No such file or directory",
     "--resume DIR/cut_in_arrays": "--resume must be a checkpoint, DIR/cut_in_arrays is not a complete one of merl.py",
     "--eval DIR/es": "--eval must be a checkpoint of merl.py, DIR/es/checkpoint.eqx is one of es.py",
-    "--resume DIR/newer": "--resume must be of format 1, DIR/newer/checkpoint.eqx is of 2: update merl.py",
-    "--resume DIR/merl/checkpoint.eqx": "--resume must be the folder of a run, got DIR/merl/checkpoint.eqx",
+    "--resume DIR/newer": "--resume must be of format 2, DIR/newer/checkpoint.eqx is of 3: use the code that wrote it",
+    "--resume DIR/merl/checkpoint.eqx": "--resume must be a writable folder: [Errno 17] File exists: "
+    "'DIR/merl/checkpoint.eqx'",
     "--resume DIR/merl --lr 0.5": "--lr must be left out, DIR/merl has 0.001; got 0.5",
     "--resume DIR/merl --num-seeds 2": "--num-seeds must be left out, DIR/merl has 1; got 2",
     "--resume DIR/merl --init-from DIR/other": "--init-from must be left out, DIR/merl has ''; got 'DIR/other'",

@@ -445,7 +445,7 @@ def test_agents_that_do_not_fit_are_refused():
 
 def test_warm_start_takes_over_the_networks_but_not_the_optimizers(trained, tmp_path):
     config = replace(SMALL, buffer_size=84)
-    recorder = sac.Recorder(config, ENV, sac.Run(run_dir=str(tmp_path)), 0)
+    recorder = sac.Recorder(config, ENV, sac.Run(run_dir=str(tmp_path)), {})
     recorder.save(0, jax.tree.map(lambda x: x[None], trained))
     loaded = sac.init_state_from_checkpoint(config, ENV, key(9), tmp_path)
     assert tree_equal(sac.networks(loaded), sac.networks(trained))
