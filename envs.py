@@ -12,7 +12,7 @@ end together: `terminated` cuts bootstrapping, `truncated` (the clock) does not.
 
 Beside `reset` and `step` it has `n_agents`, `horizon` (steps after which any episode is over), `action_size`,
 `continuous_actions` and `sample_action(key)`; `episode_summary(mean, last)`, a dict of figures from the mean and the
-last value of each info of an episode; `figure_names`, those to print (the algorithms add `episode_return` to the dict);
+last value of each info of an episode; `figure_names`, those to print (`track_episode` and `play` add `episode_return`);
 `text_map(trajectory)` and, for --render, `draw(trajectory, path)`, from the env_states [T, ...] of an episode.
 
 Axes: N agents, O observation, C critic observation, A actions, H x W grid cells (row, column), V window side.
@@ -82,7 +82,7 @@ def zero_sums(env, episodes: int) -> EpisodeSums:
     """The sums before the first step, [E, ...]."""
     step = lambda keys: env.step(keys[0], env.reset(keys[1])[1], env.sample_action(keys[2]))[0]  # noqa: E731
     time_step = jax.eval_shape(step, jax.random.split(jax.random.key(0), 3))
-    zeros = partial(jax.tree.map, lambda x: jnp.zeros((episodes, *x.shape), x.dtype))
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros((episodes, *x.shape)))
     return EpisodeSums(jnp.zeros(episodes, jnp.int32), zeros(time_step.reward), zeros(time_step.info))
 
 
@@ -98,7 +98,8 @@ def track_episode(env, sums: EpisodeSums, time_step: TimeStep) -> tuple[Array, d
 def play(env, policy: Callable[[AgentObservation, Array], Array], key: Array, episodes: int) -> tuple[dict, Any]:
     """Fresh episodes of a policy (observation, key) -> action of one team.
 
-    Returns (figures [E] of the episodes, the env_states [T, ...] of the first one).
+    Returns (figures [E] of the episodes with their `episode_return` and `episode_cost`, the env_states [T, ...] of the
+    first one, T = horizon).
     """
     keys = jax.random.split(key, (1 + env.horizon, 2, episodes))  # the first row resets
     observation, env_state = jax.vmap(env.reset)(keys[0, 0])
@@ -376,7 +377,7 @@ class Coverage:
         return nearest.at[..., 2].set(slot[..., 2] == 1), weakest
 
     def text_map(self, trajectory: CoverageState) -> str:
-        """The map at the end: which robot covered a cell first, `.` missed, `#` wall; a robot stands before a `*`."""
+        """The map at the end: which robot covered a cell first, `.` missed, `#` wall; `*` behind a cell: a robot."""
         last = jax.tree.map(lambda leaf: np.asarray(leaf[-1]), trajectory)
         owner, wall, position = last.owner, last.wall, last.position
         symbol = np.array(list(".0123456789abcdefghijklmnopqrstuvwxyz"))
@@ -473,9 +474,8 @@ class Coverage:
         """
         edge = np.stack([-(3 * scale - 1) // 2 + scale * np.arange(4) for scale in ZOOM_SCALES])  # [Z, 4]
         offset = np.arange(self.grid) - position[:, :, None, None, None]  # [N, 2, 1, 1, cell]
-        member = ((offset >= edge[:, :3, None]) & (offset < edge[:, 1:, None])).astype(
-            jnp.float32
-        )  # [N, 2, Z, 3, cell]
+        inside = (offset >= edge[:, :3, None]) & (offset < edge[:, 1:, None])
+        member = inside.astype(jnp.float32)  # [N, 2, Z, 3, cell]
         strip = jnp.einsum("nzrh,nhw->nzrw", member[:, 0], unknown.astype(jnp.float32))
         box = jnp.einsum("nzrw,nzcw->nzrc", strip, member[:, 1]).reshape(self.n_agents, -1, 9)
         around = jnp.delete(box, 4, axis=2, assume_unique_indices=True)

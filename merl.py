@@ -626,8 +626,8 @@ leaf_name = partial(keystr, simple=True, separator=".")
 def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
     """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
     script, path = Path(__file__).name, Path(path)
-    path = path / "checkpoint.eqx" if path.is_dir() else path
     try:
+        path = path / "checkpoint.eqx" if path.is_dir() else path
         with path.open("rb") as file:
             header = json.loads(file.readline())
             if (header["script"], header["format"]) == (script, FORMAT):
@@ -712,7 +712,7 @@ class Run:
     render: str = ""  # .png or .gif file to draw an episode of the evaluation to; needs matplotlib
 
     def __post_init__(self):
-        check_range(self, "seed", "in [0, 2**31)", lambda value: 0 <= value < 2**31)
+        check_range(self, "seed", "at least 0", lambda value: value >= 0)
         check_range(self, "num_seeds save_every", "at least 1", lambda value: value >= 1)
         check_range(self, "episodes", "at least 2", lambda value: value >= 2)
         if self.render:
@@ -752,9 +752,10 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     values = vars(parser.parse_args(argv))
     free = {"episodes", "deterministic", "render"}
     free |= {"save_every"} if resume else {"seed", *classes[1].__dataclass_fields__}
-    for name in (name for name in saved if values[name] != saved[name] and name not in free):
-        if not (resume and name == LENGTH and values[name] > saved[name]):
-            rule = f"--{name.replace('_', '-')} must be left out{' or raised' if resume and name == LENGTH else ''}"
+    for name in [name for name in saved if name not in free]:
+        may_rise = resume and name == LENGTH
+        if values[name] != saved[name] and not (may_rise and values[name] > saved[name]):
+            rule = f"--{name.replace('_', '-')} must be left out{' or raised' if may_rise else ''}"
             raise ValueError(f"{rule}, {source} has {saved[name]!r}; got {values[name]!r}")
     return *(from_flags(cls, values) for cls in classes), checkpoint
 
@@ -763,10 +764,18 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     """A flag for every field of a dataclass."""
     comment = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(cls), re.MULTILINE))
     for field in dataclasses.fields(cls):
-        kind = {"type": type(field.default), "choices": get_args(field.type) or None}
+        kind = {"type": int32 if isinstance(field.default, int) else type(field.default)}
+        kind |= {"choices": get_args(field.type) or None}
         kind = {"action": argparse.BooleanOptionalAction} if field.type is bool else kind
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, default=field.default, help=comment.get(field.name), **kind)
+
+
+def int32(text: str) -> int:
+    """A whole number that the programs can hold; argparse says its name if it raises."""
+    if abs(int(text)) >= 2**31:
+        raise ValueError
+    return int(text)
 
 
 def from_flags(cls: type, values: dict[str, Any]) -> Any:
@@ -780,7 +789,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# --- 10. running: logging, saving ------------------------------------------------------------------
+# --- 10. running: logging, saving, evaluating ------------------------------------------------------
 NO_CHECKPOINT = "no checkpoint was written, see --run-dir"
 
 
@@ -800,14 +809,14 @@ class Recorder:
 
     def open_folder(self, metrics_size: int) -> None:
         """Write config.json, and cut the rows off that a resumed run is going to write again."""
-        held = [name for name in ("checkpoint.eqx", "metrics.csv", "config.json") if (self.folder / name).exists()]
-        if held and not self.run.resume:
-            raise ValueError(f"--run-dir must hold no run, {self.folder} has {held[0]}: resume or delete it")
         command = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
         git = subprocess.run(command, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
         about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
         about["versions"] = {name: version(name) for name in ("jax", "jaxlib", "equinox", "optax", "numpy")}
         try:
+            for name, advice in {"checkpoint.eqx": "see --resume", "metrics.csv": "delete it"}.items():
+                if (self.folder / name).exists() and not self.run.resume:
+                    raise ValueError(f"--run-dir must hold no run, {self.folder} has {name}: {advice}")
             self.folder.mkdir(parents=True, exist_ok=True)
             self.metrics_file = (self.folder / "metrics.csv").open("a+", newline="")
             self.metrics_file.seek(0)
@@ -827,7 +836,7 @@ class Recorder:
         print("  ".join(["iteration", "  env_steps", "  steps/s", *self.columns, "time_left"]), flush=True)
 
     def log(self, i: Array, metrics: dict) -> None:
-        """A line with the mean over seeds (and its deviation), a row per seed. Raises if a number is not finite."""
+        """A line with mean and deviation over seeds, a row per seed. Raises if a loss or a network is not finite."""
         done, seconds, leaf = int(i) + 1, time.perf_counter() - self.started, int(metrics.pop("non_finite"))
         steps = env_steps_per_iteration(self.config, self.env)
         speed = (done - self.start) * steps * self.run.num_seeds / seconds

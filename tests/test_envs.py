@@ -495,10 +495,12 @@ class Counter:
         count = count + 1
         ends = {name: (count >= 5) & (name == self.ending) for name in ("terminated", "truncated")}
         observation, reward = AgentObservation(jnp.full((2, 1), count)), jnp.array([1.0, 3.0])
-        return TimeStep(observation, reward, jnp.zeros(()), info={"count": 1.0 * count}, **ends), count
+        return TimeStep(
+            observation, reward, jnp.zeros(()), info={"count": 1.0 * count, "late": count > 3}, **ends
+        ), count
 
     def episode_summary(self, mean, last):
-        return {"mean": mean["count"], "last": last["count"]}
+        return {"mean": mean["count"], "last": last["count"], "late": mean["late"]}
 
 
 @pytest.mark.parametrize("ending", ["terminated", "truncated"])
@@ -517,8 +519,9 @@ def test_three_episodes_of_five_steps_are_exactly_fifteen_transitions(ending):
     assert time_step.observation.observation[:, 0, 0].tolist() == [1, 2, 3, 4, 5] * 3
     assert time_step.reward.sum(0).tolist() == [15, 45]
     assert done[:, 0].tolist() == getattr(time_step, ending).tolist() == ([False] * 4 + [True]) * 3
-    running = [np.arange(1, 6), (1 + np.arange(1, 6)) / 2, 2.0 * np.arange(1, 6)]  # every episode starts from zero
-    for name, expected in zip(("last", "mean", "episode_return"), running, strict=True):
+    late = [0, 0, 0, 1 / 4, 2 / 5]
+    running = [np.arange(1, 6), (1 + np.arange(1, 6)) / 2, late, 2.0 * np.arange(1, 6)]  # each starts from zero
+    for name, expected in zip(("last", "mean", "late", "episode_return"), running, strict=True):
         assert_close(figures[name][:, 0], np.tile(expected, 3))
 
 

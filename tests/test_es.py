@@ -1,7 +1,5 @@
 """Evolution strategies against slow references in NumPy, closed forms and invariants."""
 
-import importlib.util
-import sys
 from functools import partial
 
 import equinox as eqx
@@ -328,18 +326,6 @@ def test_generation_lets_all_members_play_the_same_episodes():
     assert len(set(fitness)) == 4
     np.testing.assert_allclose([metrics["best"], metrics["mean"]], [fitness.max(), fitness.mean()], rtol=1e-5)
     np.testing.assert_allclose(es.module_theta(after.policy), es.tell(theta, population, fitness, config)[0], atol=1e-5)
-
-
-def test_module_works_where_there_is_no_envs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "envs", None)  # importing it raises
-    spec = importlib.util.spec_from_file_location("es_alone", es.__file__)
-    alone = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "es_alone", alone)
-    spec.loader.exec_module(alone)
-    config, theta = alone.ESConfig(pop_size=8), random_theta(5)
-    population = alone.ask(theta, config, key())
-    updated, _ = alone.tell(theta, population, population.sum(1), config)
-    assert updated.sum() > theta.sum()
 
 
 @pytest.mark.parametrize("pop_size", [0, 1, 7])

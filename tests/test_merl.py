@@ -1,8 +1,6 @@
 """MERL: each part against a slow NumPy computation or a value by hand, the whole by its invariants."""
 
-import ast
 import dataclasses
-import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -230,7 +228,7 @@ def test_one_allowed_goal_leaves_no_entropy_and_a_finite_gradient(fresh, rows):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
-def test_congestion_charges_each_teammate_in_range_with_the_same_skill(collected):
+def test_congestion_charges_each_teammate_in_range_with_the_same_skill(collected, fresh):
     transition, _, info = to_numpy(collected)
     skill = transition.choice.skill
     np.testing.assert_array_equal(transition.reward, info["reward"])  # without the charge
@@ -240,6 +238,9 @@ def test_congestion_charges_each_teammate_in_range_with_the_same_skill(collected
         count[t, e, i] += i != j and distance <= 2 and skill[t, e, i] == skill[t, e, j]
     assert set(count.ravel()) == {0, 1, 2}
     np.testing.assert_allclose(transition.charge, 0.01 * count, atol=1e-6)
+    config = dataclasses.replace(CONFIG, congestion="off")
+    transition, _, _ = quick_jit(lambda policy: merl.collect(config, ENV, policy, key(6)))(fresh.policy)
+    assert not transition.charge.any()
 
 
 # --- advantages -----------------------------------------------------------------------------------
@@ -556,13 +557,11 @@ def test_compiler_gets_many_rows_right(fresh, collected, optimized):
     np.testing.assert_allclose(norm, np.square(x @ w.T).sum(1), rtol=1e-4, atol=1e-5)
 
 
-def test_settings_reach_the_strategy_and_are_all_read():
+def test_settings_reach_the_strategy():
     config = merl.Config(pop=6, sigma=0.1, es_lr=0.2, es_kind="cem", elite_frac=0.5, weight_decay=0.3, eval_batch=4)
     assert config.es_config == es.ESConfig(
         pop_size=6, sigma=0.1, lr=0.2, kind="cem", elite_frac=0.5, weight_decay=0.3, eval_batch=4
     )
-    read = {node.attr for node in ast.walk(ast.parse(inspect.getsource(merl))) if isinstance(node, ast.Attribute)}
-    assert {field.name for field in dataclasses.fields(merl.Config)} <= read | set(merl.ES_FIELDS)
 
 
 def test_settings_that_do_not_fit_are_refused():
@@ -570,15 +569,6 @@ def test_settings_that_do_not_fit_are_refused():
         merl.Config(pop=7)
     with pytest.raises(ValueError, match="--num-minibatches must be a divisor of --horizon x --rollouts = 32, got 5"):
         merl.init_state(dataclasses.replace(CONFIG, num_minibatches=5), ENV, key())
-
-
-@pytest.mark.parametrize("module", [merl, es])
-def test_functions_are_nested_no_deeper_than_one_in_another(module):
-    def depth(node) -> int:
-        inner = max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
-        return inner + isinstance(node, ast.FunctionDef)
-
-    assert depth(ast.parse(inspect.getsource(module))) == 2
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

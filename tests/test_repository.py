@@ -38,9 +38,13 @@ TREES = {name: ast.parse(inspect.getsource(module)) for name, module in MODULES.
 SCRIPTS = [name for name, module in MODULES.items() if hasattr(module, "Config")]
 TASKS = [(script, name) for script in SCRIPTS for name in MODULES[script].environments()]
 REQUIREMENTS = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines()]
-# Copied on purpose, so that a script stands alone: a change to one copy is a change to all.
-SHARED = """Trunk linear small_linear compute_gae minibatch_rows make_optimizer check_range
-    perceive train each_seed networks first_non_finite"""
+SHARED = {  # Copied on purpose, so that a script stands alone: a change to one copy is a change to all.
+    "es merl ppo_ctde sac_shared_critic": "linear train each_seed networks first_non_finite",
+    "merl ppo_ctde sac_shared_critic": "make_optimizer evaluate",
+    "merl ppo_ctde": "Trunk Critic small_linear compute_gae minibatch_rows",
+    "ppo_ctde sac_shared_critic": "perceive env_steps_per_iteration",
+    "envs es": "check_range",
+}
 DOCUMENTED = "--grid 10 --n-agents 4 --outer 3 --grad-steps 3 --pop 8 --flock scripted --rollouts 4"
 # A script finds only what lies beside it, has no missing device to warn of and compiles fast.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
@@ -83,14 +87,23 @@ def help_entries(script: str, env: str) -> dict[str, str]:
 
 
 # --- 1. pinned copies -----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", SHARED.split())
-def test_copies_of_a_definition_are_equal(name):
-    files = [file for file, tree in TREES.items() if name in [getattr(node, "name", None) for node in tree.body]]
-    assert len(files) >= 2
-    first, *others = (inspect.getsource(getattr(MODULES[file], name)).splitlines() for file in files)
-    for file, other in zip(files[1:], others, strict=True):
-        diff = "\n".join(unified_diff(first, other, files[0], file, lineterm=""))
+@pytest.mark.parametrize(("files", "name"), [(files, name) for files in SHARED for name in SHARED[files].split()])
+def test_copies_of_a_definition_are_equal(files, name):
+    first, *others = (inspect.getsource(getattr(MODULES[file], name)).splitlines() for file in files.split())
+    for file, other in zip(files.split()[1:], others, strict=True):
+        diff = "\n".join(unified_diff(first, other, files.split()[0], file, lineterm=""))
         assert not diff, diff
+
+
+def test_definitions_that_are_equal_are_pinned():
+    """Above the last sections, which are pinned as a whole."""
+    files = {}
+    for file, module in MODULES.items():
+        for node in ast.parse(re.split(r"# --- \d+\. checkpoints", inspect.getsource(module))[0]).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                files.setdefault((node.name, ast.dump(node)), []).append(file)
+    copies = {name: " ".join(places) for (name, _), places in files.items() if len(places) > 1}
+    assert copies == {name: places for places, names in SHARED.items() for name in names.split()}
 
 
 def test_last_sections_are_equal_in_all_scripts():
@@ -173,7 +186,7 @@ def test_ci_runs_the_linter_and_the_test_command_of_the_readme(tmp_path):
     [ "$2" != venv ] || {{ mkdir "$3/bin"; for tool in pip ruff pytest; do cp "$0" "$3/bin/$tool"; done; }}""")
     stub.chmod(0o755)
     subprocess.run(ROOT / ".ci" / "run", env=os.environ | {"PYTHON": str(stub)}, check=True)
-    linter = ["pip install --quiet ruff", "ruff check .", "ruff format --check ."]
+    linter = ["pip install --quiet ruff matplotlib", "ruff check .", "ruff format --check ."]
     assert calls.read_text().splitlines()[1:] == [*linter, "pip install -r requirements.txt", "pytest "]
 
 
@@ -342,8 +355,8 @@ REFUSALS = {  # what the line says: arguments
     "{flag} must be a divisor of --horizon x --rollouts = 3200, got {value}": "--num-minibatches 7",
     "{flag} must be finite and above 0, got {value}": "--sigma nan, --sigma 0.0, --lr inf",
     "{flag} must be in [0, 1], got {value}": "--gamma 1.5",
-    "{flag} must be in [0, 2**31), got {value}": "--seed -1",
-    "{flag}: invalid int value: '{value}'": "--grid abc",
+    "{flag} must be at least 0, got {value}": "--seed -1",
+    "{flag}: invalid int32 value: '{value}'": "--grid abc, --hidden 2147483648, --horizon -99999999999",
     "{flag}: invalid choice: '{value}' (choose from ": "--es-kind foo, --flock foo, --env nowhere",
     "unrecognized arguments: {flag} {value}": "--unknown-flag 1, --roll 4",
     "{flag} must be a checkpoint, {value} cannot be read: No such file or directory": "--init-from DIR/missing.eqx",
@@ -353,9 +366,9 @@ REFUSALS = {  # what the line says: arguments
     "--init-from DIR/cut_by_a_byte",
     "{flag} must be a checkpoint of merl.py, {value}/checkpoint.eqx is one of es.py": "--init-from DIR/es",
     "{flag} must have the same architecture, {value} has ": "--init-from DIR/other",
-    "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below",
-    "{flag} must hold no run, {value} has checkpoint.eqx: resume or delete it": "--run-dir DIR/merl",
-    "{flag} must hold no run, {value} has metrics.csv: resume or delete it": "--run-dir DIR/started",
+    "{flag} must be a writable folder: ": "--run-dir DIR/text, --run-dir DIR/text/below, --run-dir DIR/" + 300 * "a",
+    "{flag} must hold no run, {value} has checkpoint.eqx: see --resume": "--run-dir DIR/merl",
+    "{flag} must hold no run, {value} has metrics.csv: delete it": "--run-dir DIR/started",
     "{flag} must be a .png or .gif file in a folder that exists, got {value}": "--render a.jpg, --render DIR/no/a.png",
     "{flag} must be at least 2, got {value}": "--episodes 1",
     "--num-seeds must be 2 as in {value}, got 1": "--init-from DIR/two",

@@ -1,5 +1,6 @@
 """Runs that last: seeds, resuming after a kill, evaluation, loading elsewhere, drawing, numbers that are not finite."""
 
+import json
 import random
 import re
 import shutil
@@ -82,6 +83,13 @@ def test_rows_and_lines_carry_the_seed(finished):
     assert [line.split()[1] for line in evaluation(out)] == ["seed=3", "seed=4"]
 
 
+def test_keys_all_differ_and_those_of_a_seed_are_its_own():
+    together, alone = MODULES["merl"].Run(seed=3, num_seeds=2).keys(), MODULES["merl"].Run(seed=4).keys()
+    data = [np.asarray(jax.random.key_data(keys)) for keys in (*together, *alone)]
+    assert len(np.unique(np.concatenate(data[:3]), axis=0)) == 6
+    np.testing.assert_array_equal(np.stack(data[:3])[:, 1:], np.stack(data[3:]))
+
+
 def test_each_seed_behaves_as_it_would_alone(finished):
     """To rounding in the first update; later ones may drift apart, as sums are taken in another order."""
     script, folder, _ = finished
@@ -150,6 +158,20 @@ def test_lost_rows_do_not_keep_a_run_from_going_on(left, continued, tmp_path):
     assert recorder.saved == f"the checkpoint of iteration {ITERATIONS} is in {tmp_path}"
 
 
+def test_every_seed_starts_from_its_own_networks_or_all_from_those_of_one(continued, tmp_path):
+    module, folder = MODULES[continued[0]], continued[1]
+    header, saved = module.load_checkpoint(folder)
+    config, env = module.saved_task(header)
+    module.Recorder(config, env, module.Run(run_dir=str(tmp_path / "one")), {}).save(
+        0, jax.tree.map(lambda x: x[1:], saved)
+    )
+    keys, _, _ = module.Run(seed=8, num_seeds=2).keys()
+    for path, origin in ((folder, [0, 1]), (tmp_path / "one", [1, 1])):
+        warm = module.init_state_from_checkpoint(config, env, keys, path)
+        expected = jax.tree.map(lambda x, origin=origin: x[np.array(origin)], module.networks(saved))
+        jax.tree.map(np.testing.assert_array_equal, module.networks(warm), expected)
+
+
 # --- evaluation, loading, drawing -----------------------------------------------------------------
 def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(continued):
     script, folder, out = continued
@@ -158,6 +180,25 @@ def test_evaluation_of_the_checkpoint_repeats_the_line_of_the_run(continued):
     assert again[0] == next(line for line in out if "(n_agents=" in line)  # what the numbers belong to
     assert evaluation(again) == evaluation(out)
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("argv", "seed", "deterministic"), [("", 3, False), ("--deterministic --seed 5", 5, True)])
+def test_line_of_a_seed_is_the_mean_and_standard_error_over_its_episodes(continued, argv, seed, deterministic, capsys):
+    module, folder = MODULES[continued[0]], continued[1]
+    module.main(["--eval", str(folder), *argv.split()])
+    lines = evaluation(capsys.readouterr().out.splitlines())
+    header, state = module.load_checkpoint(folder)
+    config, env = module.saved_task(header)
+    *_, keys = module.Run(seed=seed, num_seeds=2).keys()
+    for s, line in enumerate(lines):
+        trained = jax.tree.map(lambda x, s=s: x[s], state)
+        figures, _ = module.evaluate(config, env, trained, keys[s], 8, deterministic)
+        expected = {"seed": seed + s, "episodes": 8}
+        for name in env.figure_names:
+            value = np.asarray(figures[name])
+            expected |= {name: value.mean(), f"{name}_se": value.std(ddof=1) / 8**0.5}
+        printed = {name: float(value) for name, value in re.findall(r"(\w+)=(\S+)", line)}
+        assert printed == pytest.approx(expected, abs=0.051)
 
 
 def test_policy_loads_where_there_is_only_the_script_and_the_environments(continued, tmp_path):
@@ -172,7 +213,7 @@ _, env = {script}.saved_task(header)
 observation, _ = env.reset(jax.random.key(5))
 policy = {script}.load_policy("checkpoint.eqx", index=1)
 print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.key(6)).tolist()]))"""
-    modes, sampled = eval(printed("-c", code, cwd=tmp_path)[0])
+    modes, sampled = json.loads(printed("-c", code, cwd=tmp_path)[0])
     with pytest.raises(ValueError, match="index must be below 2, the seeds of"):
         module.load_policy(folder, index=2)
     header, state = module.load_checkpoint(folder)
@@ -209,7 +250,23 @@ def test_drawing(env, tmp_path):
     assert pictures[0][:4] == b"\x89PNG" and pictures[0] != pictures[1]
 
 
-# --- failure --------------------------------------------------------------------------------------
+# --- lines and failure --------------------------------------------------------------------------------------
+def test_line_shows_speed_and_time_left_and_a_loss_that_is_not_finite_ends_the_run(continued, capsys, monkeypatch):
+    module = MODULES[continued[0]]
+    header, state = module.load_checkpoint(continued[1])
+    config, env = module.saved_task(header)
+    recorder = module.Recorder(config, env, module.Run(num_seeds=2), {})
+    clock = iter([10.0, 12.0, 14.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    recorder.begin(state)
+    metrics = {name: np.ones(2) for name in (*module.columns(env).values(), "value_loss")}
+    recorder.log(np.array(0), metrics | {"non_finite": np.array(-1)})
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells[:3] == ["1/200", "8", "8"] and cells[-1] == "0:06:38"  # 2 seeds x 8 steps in 2 of 400 s
+    with pytest.raises(FloatingPointError, match=r"^value_loss is not finite$"):
+        recorder.log(np.array(1), metrics | {"non_finite": np.array(-1), "value_loss": np.array([1.0, np.nan])})
+
+
 def test_run_stops_where_a_parameter_is_not_finite_and_keeps_the_checkpoint_before(tmp_path):
     folder = tmp_path / "run"
     argv = f"ppo_ctde.py {TASKS['ppo_ctde']} --num-epochs 1 --save-every 1 --lr 1e37 --run-dir {folder}"

@@ -17,7 +17,15 @@ from envs import AgentObservation, Rendezvous, Spread
 from sac_shared_critic import Config
 
 SMALL = Config(
-    total_timesteps=64, num_envs=4, num_steps=8, learning_starts=20, buffer_size=50, batch_size=6, hidden=8, lr=0.01
+    total_timesteps=64,
+    num_envs=4,
+    num_steps=8,
+    learning_starts=20,
+    buffer_size=50,
+    batch_size=6,
+    hidden=8,
+    lr=0.01,
+    alpha_init=0.3,
 )
 ENV = Spread(n_agents=3, max_steps=5)
 ACTOR_STEP = jax.jit(partial(sac.actor_step, SMALL))
@@ -167,6 +175,7 @@ def test_team_starts_with_equal_critics_different_twins_and_copied_targets():
         assert (weight[0] == weight[1]).all() == share
         actor = np.asarray(team.actor.network.layers[0].weight)
         assert (actor[0] != actor[1]).mean() > 0.9
+        np.testing.assert_allclose(jnp.exp(team.log_alpha), np.full(3, 0.3), rtol=1e-6)
 
 
 def test_updates_leave_all_critics_bit_equal_and_the_actors_different(trained):
@@ -413,6 +422,16 @@ def test_statistics_of_the_two_observations_are_those_of_all_rows(trained):
         rows = np.asarray(getattr(row.observation, name)).reshape(84 * 3, -1)
         np.testing.assert_allclose(getattr(state.normalizer.mean, name), rows.mean(0), atol=1e-4)
         np.testing.assert_allclose(getattr(state.normalizer.variance, name), rows.var(0), atol=1e-4)
+
+
+def test_finished_episodes_are_reported_and_none_is_nan(state):
+    step = jax.jit(partial(sac.train_step, replace(SMALL, num_steps=3), ENV))
+    state, finished = step(state, key(1))
+    assert np.isnan(finished["episode_return"]) and finished["episodes"] == 0
+    state, finished = step(state, key(2))
+    reward = state.buffer.row.reward[20:40].reshape(5, 4, 3)  # behind the random rows, five steps in 4 environments
+    np.testing.assert_allclose(finished["episode_return"], reward.sum(0).mean(), rtol=1e-5)
+    assert finished["episodes"] == 4
 
 
 def test_no_key_is_used_twice(state):
