@@ -80,7 +80,7 @@ class EpisodeSums(NamedTuple):
 
 def zero_sums(env, episodes: int) -> EpisodeSums:
     """The sums before the first step, [E, ...]."""
-    step = lambda keys: env.step(keys[0], env.reset(keys[1])[1], env.sample_action(keys[2]))[0]  # noqa: E731
+    step = lambda keys: env.step(keys[0], env.reset(keys[1])[1], env.sample_action(keys[2]))[0]
     time_step = jax.eval_shape(step, jax.random.split(jax.random.key(0), 3))
     zeros = partial(jax.tree.map, lambda x: jnp.zeros((episodes, *x.shape)))
     return EpisodeSums(jnp.zeros(episodes, jnp.int32), zeros(time_step.reward), zeros(time_step.info))
@@ -116,7 +116,7 @@ def play(env, policy: Callable[[AgentObservation, Array], Array], key: Array, ep
     start = observation, env_state, jnp.zeros(episodes, bool)
     _, (reward, cost, info, running, trajectory) = jax.lax.scan(step, start, keys[1:])
     steps = running.sum(0)  # [E]
-    total = lambda x: jnp.where(running, x, 0).sum(0)  # noqa: E731
+    total = lambda x: jnp.where(running, x, 0).sum(0)
     mean = jax.tree.map(lambda x: total(x) / steps, info)
     last = jax.tree.map(lambda x: jnp.take_along_axis(x, steps[None] - 1, 0)[0], info)
     sums = {"episode_return": total(reward), "episode_cost": total(cost)}

@@ -465,7 +465,7 @@ def train(
     stop = config.iterations if stop is None else stop
 
     def iteration(state, i):
-        step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))  # noqa: E731
+        step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))
         state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
             io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
@@ -620,8 +620,8 @@ class Run:
         check_range(self, "num_seeds save_every", "at least 1", lambda value: value >= 1)
         check_range(self, "episodes", "at least 2", lambda value: value >= 2)
         if self.render:
-            drawable = lambda path: Path(path).suffix in (".png", ".gif") and Path(path).parent.is_dir()  # noqa: E731
-            check_range(self, "render", "a .png or .gif file in a folder that exists", drawable)
+            path, allowed = Path(self.render), "a .png or .gif file in a folder that exists"
+            check_range(self, "render", allowed, lambda _: path.suffix in (".png", ".gif") and path.parent.is_dir())
             if find_spec("matplotlib") is None:
                 raise ValueError("--render needs matplotlib, which is not installed: pip install matplotlib")
 

@@ -167,7 +167,7 @@ def search(config, fitness, theta, generations: int):
 
     def generation(carry, t):
         theta, sigma = carry
-        eval_fn = lambda x: fitness(x, t)  # noqa: E731
+        eval_fn = lambda x: fitness(x, t)
         theta, info = es.es_step(theta, eval_fn, config._replace(sigma=sigma), jax.random.fold_in(key(), t))
         return (theta, info["sigma"]), (theta, info["sigma"])
 
@@ -177,14 +177,14 @@ def search(config, fitness, theta, generations: int):
 @pytest.mark.parametrize("kind", ["nes", "cem"])
 def test_search_climbs_a_quadratic_and_flees_its_mirror_image(kind):
     config = es.ESConfig(pop_size=32, sigma=0.1, lr=0.02, kind=kind)
-    run = lambda sign: search(config, lambda x, _: -sign * jnp.square(x - 3).sum(), jnp.zeros(3), 200)[0][-1]  # noqa: E731
+    run = lambda sign: search(config, lambda x, _: -sign * jnp.square(x - 3).sum(), jnp.zeros(3), 200)[0][-1]
     climbed, fled = np.linalg.norm(jax.vmap(run)(jnp.array([1.0, -1.0])) - 3, axis=1)
     start = 3 * np.sqrt(3)
     assert climbed < 0.1 and fled > start + 1
 
 
 def test_cem_follows_an_optimum_that_moves_after_sigma_has_collapsed():
-    optimum = lambda t: jnp.where(t < 1000, 2.0, -1.0)  # noqa: E731
+    optimum = lambda t: jnp.where(t < 1000, 2.0, -1.0)
     config = es.ESConfig(pop_size=32, sigma=0.5, kind="cem")
     theta, sigma = search(config, lambda x, t: -jnp.square(x - optimum(t)).sum(), jnp.zeros(20), 2000)
     assert np.isfinite(theta).all() and np.isfinite(sigma).all()

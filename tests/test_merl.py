@@ -54,7 +54,7 @@ def changed_leaves(left, right) -> set[str]:
 def fresh():
     """A state whose policy has opinions, unlike an untrained one, and whose price has moved on."""
     state = quick_jit(partial(merl.init_state, CONFIG, ENV))(key(7))._replace(lagrange_multiplier=jnp.asarray(0.7))
-    heads = lambda state: (state.policy.selector_head, state.policy.executor_head)  # noqa: E731
+    heads = lambda state: (state.policy.selector_head, state.policy.executor_head)
     return eqx.tree_at(heads, state, jax.tree.map(lambda leaf: 40 * leaf, heads(state)))
 
 
@@ -86,7 +86,7 @@ def rows(collected):
 
 @pytest.fixture(scope="module")
 def loss():
-    function = lambda networks, batch: merl.ppo_loss(networks, CONFIG, ENV, batch)  # noqa: E731
+    function = lambda networks, batch: merl.ppo_loss(networks, CONFIG, ENV, batch)
     return quick_jit(jax.value_and_grad(function, has_aux=True))
 
 
@@ -189,7 +189,7 @@ def test_scripted_skills_score_goals_by_their_distance(fresh, position, heard, f
     time_step, _ = quick_jit(env.step)(key(), jax.tree.map(jnp.asarray, state), jnp.zeros(3, int))
     hidden = jnp.linspace(-1, 1, 8)
     scores = merl.skill_scores(CONFIG, env, fresh.policy, hidden, time_step.observation.observation[0])
-    towards = lambda goal: -10.0 * np.abs(MOVES - goal).sum(1)  # noqa: E731
+    towards = lambda goal: -10.0 * np.abs(MOVES - goal).sum(1)
     np.testing.assert_allclose(scores[0], slow_linear(fresh.policy.executor_head, np.asarray(hidden)), rtol=1e-5)
     np.testing.assert_array_equal(scores[1], towards(flock) if flock else np.zeros(5))
     np.testing.assert_array_equal(scores[2], towards(hold))

@@ -90,7 +90,7 @@ def test_multiplier_rises_until_the_cost_keeps_its_limit():
         cost_limit=0.2,
         lagrange_init=0.0,
     )
-    train = lambda lagrange_lr: run(replace(config, lagrange_lr=lagrange_lr), Probe("tempting"))[1]  # noqa: E731
+    train = lambda lagrange_lr: run(replace(config, lagrange_lr=lagrange_lr), Probe("tempting"))[1]
     free, priced = side_by_side(train, (0.0, 0.5))
     assert free["cost"][-50:].mean() > 0.9
     assert priced["lagrange_multiplier"].max() > 1  # what the action pays
@@ -183,7 +183,7 @@ def test_loss_equals_slow_recomputation(rollout):
     """For a policy that has moved on since it acted."""
     state, batch = rollout
     rng = np.random.default_rng(0)
-    moved = lambda x: x + jnp.asarray(rng.normal(0, 0.4, x.shape), jnp.float32)  # noqa: E731
+    moved = lambda x: x + jnp.asarray(rng.normal(0, 0.4, x.shape), jnp.float32)
     batch = batch._replace(log_prob=moved(batch.log_prob), target=moved(batch.target))
     (total, metrics), _ = LOSS((state.actor, state.critic), SMALL, batch)
 

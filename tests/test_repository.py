@@ -426,7 +426,7 @@ RESUME = {
 
 def refused(argv: str, inputs: Path, capsys, monkeypatch) -> str:
     """The one line with which merl.py refuses arguments; nothing is compiled and no file changes."""
-    content = lambda: {path: path.is_file() and path.read_bytes() for path in inputs.rglob("*")}  # noqa: E731
+    content = lambda: {path: path.is_file() and path.read_bytes() for path in inputs.rglob("*")}
     before = content()
     monkeypatch.setattr(merl, "train", None)  # nothing to compile
     with pytest.raises(SystemExit) as stopped:

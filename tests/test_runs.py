@@ -49,7 +49,7 @@ def outcome(folder: Path, script: str) -> tuple:
 def run_of(tmp_path_factory):
     """script -> (script, the folder of a run of two seeds, what it printed); the scripts run side by side"""
     folders = {script: tmp_path_factory.mktemp(script) / "run" for script in TASKS}
-    start = lambda script: printed(*f"{script}.py {TASKS[script]} {COMMON} --run-dir {folders[script]}".split())  # noqa: E731
+    start = lambda script: printed(*f"{script}.py {TASKS[script]} {COMMON} --run-dir {folders[script]}".split())
     lines = side_by_side(start, TASKS)
     return {script: (script, folders[script], out) for script, out in zip(TASKS, lines, strict=True)}
 

@@ -82,7 +82,7 @@ PROBING = Config(
 def probed():
     """kind -> the state at the end of training"""
     kinds = [kind for kind, *_ in PROBES]
-    train = lambda kind: run(PROBING, Probe(kind, continuous_actions=True))[0]  # noqa: E731
+    train = lambda kind: run(PROBING, Probe(kind, continuous_actions=True))[0]
     return dict(zip(kinds, side_by_side(train, kinds), strict=True))
 
 
@@ -316,7 +316,7 @@ def test_teams_act_by_samples_or_modes_of_each_agents_own_actor(state):
         jnp.stack(x)
         for x in zip(*(jax.tree.map(lambda x, i=i: x[i], state.team.actor)(seen[i]) for i in range(3)), strict=True)
     )
-    act = lambda key, deterministic: sac.select_action(SMALL, ENV, state, team, key, deterministic)  # noqa: E731
+    act = lambda key, deterministic: sac.select_action(SMALL, ENV, state, team, key, deterministic)
     np.testing.assert_allclose(act(key(), True), jnp.tanh(mean), atol=1e-6)
     drawn = np.arctanh(
         np.asarray(jax.vmap(partial(act, deterministic=False))(jax.random.split(key(), 5000)), np.float64)
@@ -342,8 +342,8 @@ def test_target_is_the_smaller_twin_plus_entropy_and_only_termination_cuts_it(st
     first = jax.tree.map(lambda x: x[0], state.team.critics)
     rows = sac.pool(sac.CriticBatch(batch, batch.action, 0.7 + 0 * batch.reward))
     next_input = rows.transition.next_observation.critic_input
-    bias = lambda critic: critic.network.layers[-1].bias  # noqa: E731
-    values = lambda critic: jax.vmap(lambda twin: jax.vmap(twin)(next_input, rows.next_action))(critic)  # noqa: E731
+    bias = lambda critic: critic.network.layers[-1].bias
+    values = lambda critic: jax.vmap(lambda twin: jax.vmap(twin)(next_input, rows.next_action))(critic)
     centered = bias(first.target_critic) - values(first.target_critic).mean(1).reshape(bias(first.target_critic).shape)
     target_critic = eqx.tree_at(bias, first.target_critic, centered)
     twins = values(target_critic)
@@ -385,7 +385,7 @@ def test_buffer_keeps_the_last_rows_whole(capacity, insert):
 
     def rows(start, count):
         number = 1 + jnp.arange(start, start + count, dtype=float)
-        coded = lambda *shape: jnp.broadcast_to(number.reshape(-1, *[1] * len(shape)), (count, *shape))  # noqa: E731
+        coded = lambda *shape: jnp.broadcast_to(number.reshape(-1, *[1] * len(shape)), (count, *shape))
         observation = AgentObservation(coded(2, 3), coded(2, 5))
         return sac.Transition(observation, coded(2, 1), coded(2), coded(2), coded(2), observation)
 
@@ -407,7 +407,7 @@ def test_buffer_keeps_the_last_rows_whole(capacity, insert):
 def test_buffer_is_all_that_grows_with_its_size():
     configs = (replace(SMALL, buffer_size=size) for size in (50, 90))
     small, large = (jax.eval_shape(partial(sac.init_state, config, ENV), key()) for config in configs)
-    size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
+    size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert size(small._replace(buffer=None)) == size(large._replace(buffer=None))
     assert size(large.buffer.row) * 50 == size(small.buffer.row) * 90
 
