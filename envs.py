@@ -95,6 +95,12 @@ def track_episode(env, sums: EpisodeSums, time_step: TimeStep) -> tuple[Array, d
     return done, figures, jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), sums)
 
 
+def finished_episodes(done: Array, figures: dict[str, Array]) -> dict[str, Array]:
+    """Mean figures of the episodes that ended, NaN if none did, and their number `episodes`. done and figures [...]"""
+    means = {name: (value * done).sum() / done.sum() for name, value in figures.items()}
+    return means | {"episodes": done.sum()}
+
+
 def play(env, policy: Callable[[AgentObservation, Array], Array], key: Array, episodes: int) -> tuple[dict, Any]:
     """Fresh episodes of a policy (observation, key) -> action of one team.
 

@@ -808,7 +808,7 @@ class Recorder:
             self.open_folder(resumed.get("metrics_size", 0))
 
     def open_folder(self, metrics_size: int) -> None:
-        """Write config.json, and cut the rows off that a resumed run is going to write again."""
+        """Write config.json, and keep metrics_size bytes of metrics.csv: a resumed run writes later rows again."""
         command = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
         git = subprocess.run(command, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
         about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}

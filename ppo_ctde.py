@@ -61,6 +61,7 @@ from envs import (
     Rendezvous,
     Spread,
     check_range,
+    finished_episodes,
     init_normalizer,
     normalize,
     play,
@@ -306,10 +307,8 @@ def collect(config: Config, env, state: TrainState, key: Array) -> tuple[TrainSt
     start = state.observation, state.env_state, state.episode
     keys = jax.random.split(key, (config.num_steps, config.num_envs, 2))
     (observation, env_state, episode), (transition, done, figures) = jax.lax.scan(each_team, start, keys)
-    finished = {name: (value * done).sum() / done.sum() for name, value in figures.items()}  # NaN: none finished
-    finished["episodes"] = done.sum()
     state = state._replace(observation=observation, env_state=env_state, episode=episode)
-    return state, transition, finished
+    return state, transition, finished_episodes(done, figures)
 
 
 # --- 4. PPO ---------------------------------------------------------------------------------------
@@ -712,7 +711,7 @@ class Recorder:
             self.open_folder(resumed.get("metrics_size", 0))
 
     def open_folder(self, metrics_size: int) -> None:
-        """Write config.json, and cut the rows off that a resumed run is going to write again."""
+        """Write config.json, and keep metrics_size bytes of metrics.csv: a resumed run writes later rows again."""
         command = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
         git = subprocess.run(command, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
         about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}

@@ -62,6 +62,7 @@ from envs import (
     Rendezvous,
     Spread,
     check_range,
+    finished_episodes,
     init_normalizer,
     normalize,
     play,
@@ -447,9 +448,7 @@ def train_step(config: Config, env, state: TrainState, key: Array) -> tuple[Trai
     """One iteration: num_steps steps of all environments with a gradient step after each."""
     keys = jax.random.split(key, config.num_steps)
     state, (done, figures, losses) = jax.lax.scan(partial(collect_and_learn, config, env), state, keys)
-    finished = {name: (value * done).sum() / done.sum() for name, value in figures.items()}  # NaN: none finished
-    finished["episodes"] = done.sum()
-    return state, finished | jax.tree.map(jnp.mean, losses)
+    return state, finished_episodes(done, figures) | jax.tree.map(jnp.mean, losses)
 
 
 def check_agents(env) -> None:
@@ -760,7 +759,7 @@ class Recorder:
             self.open_folder(resumed.get("metrics_size", 0))
 
     def open_folder(self, metrics_size: int) -> None:
-        """Write config.json, and cut the rows off that a resumed run is going to write again."""
+        """Write config.json, and keep metrics_size bytes of metrics.csv: a resumed run writes later rows again."""
         command = "git describe --always --dirty --abbrev=40"  # in a shell: where there is no git, the answer is empty
         git = subprocess.run(command, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
         about = {"command": sys.argv, "commit": git.stdout.strip(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
