@@ -323,6 +323,17 @@ FORMAT = 2  # of a checkpoint
 leaf_name = partial(keystr, simple=True, separator=".")
 
 
+def save_checkpoint(path: Path, header: dict, state: TrainState) -> None:
+    """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(json.dumps(header).encode() + b"\n")
+        eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
     """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
     script, path = Path(__file__).name, Path(path)
@@ -489,7 +500,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# --- 6. running: logging, saving, evaluating ------------------------------------------------------
+# --- 6. recording: lines, metrics.csv, checkpoint.eqx ---------------------------------------------
 NO_CHECKPOINT = "no checkpoint was written, see --run-dir"
 
 
@@ -561,18 +572,13 @@ class Recorder:
             raise FloatingPointError(f"{broken[0]} is not finite")
 
     def save(self, i: Array, state: TrainState) -> None:
-        """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+        """The checkpoint after iteration i, with how far metrics.csv and the clock have come."""
         progress = {"iteration": int(i) + 1, "seconds": self.seconds, "metrics_size": self.metrics_file.tell()}
-        temporary = self.folder / "checkpoint.tmp"
-        with temporary.open("wb") as file:
-            file.write(json.dumps(self.header | progress).encode() + b"\n")
-            eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / "checkpoint.eqx")
+        save_checkpoint(self.folder / "checkpoint.eqx", self.header | progress, state)
         self.saved = f"the checkpoint of iteration {int(i) + 1} is in {self.folder}"
 
 
+# --- 7. running -----------------------------------------------------------------------------------
 def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
     """Whatever can be refused, before training is compiled; -> (recorder, state [S, ...])"""
     try:

@@ -223,6 +223,8 @@ def add(buffer: ReplayBuffer, transition: Transition) -> ReplayBuffer:
     """Write the rows [E, N, ...], E <= R, over the oldest ones."""
     capacity, count = (tree.reward.shape[0] for tree in (buffer.row, transition))
     place = (buffer.position + jnp.arange(count)) % capacity
+    if count == 1:  # XLA would fuse a single write with the reads of `sample`, at the price of copying the whole buffer
+        place, transition = jax.tree.map(lambda x: jnp.repeat(x, 2, 0), (place, transition))
     row = jax.tree.map(lambda old, new: old.at[place].set(new), buffer.row, transition)
     return ReplayBuffer(row, (buffer.position + count) % capacity, jnp.minimum(buffer.size + count, capacity))
 
@@ -574,6 +576,17 @@ FORMAT = 2  # of a checkpoint
 leaf_name = partial(keystr, simple=True, separator=".")
 
 
+def save_checkpoint(path: Path, header: dict, state: TrainState) -> None:
+    """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(json.dumps(header).encode() + b"\n")
+        eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def load_checkpoint(path: str | Path, flag: str = "path") -> tuple[dict, TrainState]:
     """(header, state [S, ...]) of a checkpoint of this script, or of the one in a run folder. Raises ValueError."""
     script, path = Path(__file__).name, Path(path)
@@ -740,7 +753,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# --- 9. running: logging, saving, evaluating ------------------------------------------------------
+# --- 9. recording: lines, metrics.csv, checkpoint.eqx ---------------------------------------------
 NO_CHECKPOINT = "no checkpoint was written, see --run-dir"
 
 
@@ -812,18 +825,13 @@ class Recorder:
             raise FloatingPointError(f"{broken[0]} is not finite")
 
     def save(self, i: Array, state: TrainState) -> None:
-        """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+        """The checkpoint after iteration i, with how far metrics.csv and the clock have come."""
         progress = {"iteration": int(i) + 1, "seconds": self.seconds, "metrics_size": self.metrics_file.tell()}
-        temporary = self.folder / "checkpoint.tmp"
-        with temporary.open("wb") as file:
-            file.write(json.dumps(self.header | progress).encode() + b"\n")
-            eqx.tree_serialise_leaves(file, jax.tree.map(np.asarray, state))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / "checkpoint.eqx")
+        save_checkpoint(self.folder / "checkpoint.eqx", self.header | progress, state)
         self.saved = f"the checkpoint of iteration {int(i) + 1} is in {self.folder}"
 
 
+# --- 10. running -----------------------------------------------------------------------------------
 def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
     """Whatever can be refused, before training is compiled; -> (recorder, state [S, ...])"""
     try:

@@ -110,7 +110,7 @@ def test_last_sections_are_equal_in_all_scripts():
     """From the checkpoints on, but for the numbers of the sections."""
     source = [re.sub(r"# --- \d+\.", "# ---", inspect.getsource(MODULES[name])) for name in SCRIPTS]
     first, *others = (text.split("# --- checkpoints ---")[1] for text in source)
-    assert len(others) == 3 and "# --- running:" in first
+    assert len(others) == 3 and "# --- running ---" in first
     for other in others:
         diff = "\n".join(unified_diff(first.splitlines(), other.splitlines(), lineterm=""))
         assert not diff, diff

@@ -379,7 +379,7 @@ def test_actor_climbs_its_critic_and_pays_for_its_certainty(state, batch):
 
 
 # --- replay buffer --------------------------------------------------------------------------------
-@pytest.mark.parametrize(("capacity", "insert"), [(10, 4), (7, 3), (8, 4), (5, 5)])
+@pytest.mark.parametrize(("capacity", "insert"), [(10, 4), (7, 3), (8, 4), (5, 5), (4, 1)])
 def test_buffer_keeps_the_last_rows_whole(capacity, insert):
     """Every leaf of a row holds the number of the row, from 1 on."""
 
@@ -410,6 +410,16 @@ def test_buffer_is_all_that_grows_with_its_size():
     size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert size(small._replace(buffer=None)) == size(large._replace(buffer=None))
     assert size(large.buffer.row) * 50 == size(small.buffer.row) * 90
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_training_writes_into_the_buffer_instead_of_copying_it(num_envs):
+    def scratch(buffer_size):
+        config = replace(SMALL, num_envs=num_envs, buffer_size=buffer_size)
+        state = jax.eval_shape(partial(sac.init_state, config, ENV), key())
+        return sac.train.lower(config, ENV, state, key()).compile().memory_analysis().temp_size_in_bytes
+
+    assert scratch(5_000) == scratch(10_000)
 
 
 # --- runs -----------------------------------------------------------------------------------------
