@@ -5,9 +5,10 @@ merl.py on grids of growing size at N = 4, in env steps per second: `world` is t
 `population` one generation of the evolution strategy. The last two columns are microseconds per robot and step.
 
 sac_shared_critic.py on Spread with 3 agents, 256 rows per agent, two layers of 128: env steps and gradient steps per
-second; a gradient step learns from the batches of all agents. If rejax is installed, its SAC with the same batch and
-network follows, one agent on Pendulum with a gradient step per env step; all are called in turns, and what rejax takes
-to start cancels between a short and a long run.
+second with the joint observation for the critics and with that of the agent; a gradient step learns from the batches of
+all agents. If rejax is installed, its SAC follows with the same batch, networks, environments and normalization: one
+agent of the same team, the others push at random, its critics see what it sees. All are called in turns, and what rejax
+takes to start cancels between a short and a long run.
 """
 
 import argparse
@@ -73,26 +74,54 @@ def merl_parts(grids: list[int], n_agents: int) -> None:
         print(row + "  {:14.2f}  {:16.2f}".format(*per_robot), flush=True)
 
 
+def one_agent(env: Spread):
+    """The first agent as a gymnax environment, while the others push at random."""
+    from gymnax.environments.environment import Environment
+    from gymnax.environments.spaces import Box
+
+    class OneAgent(Environment):
+        def reset_env(self, key, params):
+            observation, env_state = env.reset(key)
+            return observation.observation[0], env_state
+
+        def step_env(self, key, env_state, action, params):
+            time_step, env_state = env.step(key, env_state, env.sample_action(key).at[0].set(action))
+            observation = time_step.observation.observation[0]
+            return observation, env_state, time_step.reward[0], time_step.truncated, {}
+
+        def observation_space(self, params):
+            return Box(-jnp.inf, jnp.inf, jax.eval_shape(env.reset, jax.random.key(0))[0].observation.shape[1:])
+
+        def action_space(self, params):
+            return Box(-1.0, 1.0, (env.action_size,))
+
+    return OneAgent()
+
+
 def sac_parts(steps: int = 200) -> None:
-    config, env = sac.Config(batch_size=256, hidden=128, num_steps=steps), Spread()
-    state = sac.init_state(config, env, jax.random.key(0))
-    calls = [(partial(sac.train_step, config, env), state, jax.random.key(1))]
+    config, calls = sac.Config(batch_size=256, hidden=128, num_steps=steps), []
+    envs = {"joint": Spread(), "local": Spread(critic_observation=False)}
+    for env in envs.values():
+        state = sac.init_state(config, env, jax.random.key(0))
+        calls.append((partial(sac.train_step, config, env), state, jax.random.key(1)))
     if find_spec("rejax"):
         import rejax
 
-        settings = {"env": "Pendulum-v1", "num_envs": 1, "batch_size": 256, "fill_buffer": steps}
-        settings |= {"buffer_size": config.buffer_size, "hidden_layer_sizes": (128, 128)}
-        for total in (2 * steps, 4 * steps):
+        settings = {"env": one_agent(envs["local"]), "num_envs": config.num_envs, "normalize_observations": True}
+        settings |= {"batch_size": config.batch_size, "hidden_layer_sizes": (config.hidden, config.hidden)}
+        settings |= {"buffer_size": config.buffer_size, "fill_buffer": steps * config.num_envs}
+        for total in (2 * steps * config.num_envs, 4 * steps * config.num_envs):
             other = rejax.SAC.create(**settings, total_timesteps=total, eval_freq=total)
             other = other.replace(eval_callback=lambda *_: ())
             calls.append((lambda key, other=other: other.train(key)[0], jax.random.key(2)))
-    ours, *theirs = seconds(*calls)
-    speed = steps / ours
-    print(f"sac_shared_critic.py: {speed * config.num_envs:,.0f} env steps/s, {speed:,.0f} gradient steps/s,", end=" ")
-    print(f"{env.n_agents * speed:,.0f} agent batches/s")
-    if theirs:
-        short, long = theirs
-        print(f"rejax: {2 * steps / (long - short):,.0f} gradient steps/s of one agent batch each")
+    times = seconds(*calls)
+    for (name, env), spent in zip(envs.items(), times, strict=False):
+        speed = steps / spent
+        print(f"sac_shared_critic.py, {name}: {speed * config.num_envs:,.0f} env steps/s,", end=" ")
+        print(f"{speed:,.0f} gradient steps/s, {env.n_agents * speed:,.0f} agent batches/s", flush=True)
+    if times[2:]:
+        short, long = times[2:]
+        print(f"rejax, local: {2 * steps / (long - short):,.0f} gradient steps/s of one agent batch each")
 
 
 def main() -> None:
