@@ -189,8 +189,12 @@ def squashed_sample(actor: Actor, observation: Array, noise: Array) -> tuple[Arr
 
 
 def smaller_value(twins: Critic, critic_input: Array, action: Array) -> Array:
-    """The minimum of twin critics (leaves [2, ...]), [..., C], [..., A] -> [...]. (Fujimoto et al. 2018)"""
-    return jax.vmap(lambda critic: critic(critic_input, action))(twins).min(0)
+    """The minimum of twin critics (leaves [2, ...]), [..., C], [..., A] -> [...]. (Fujimoto et al. 2018)
+
+    Not by `min`, whose gradient compares the values with the result: NaN if XLA computes and rounds them a second time.
+    """
+    first, second = jax.vmap(lambda critic: critic(critic_input, action))(twins)
+    return jnp.where(first < second, first, second)
 
 
 # --- 3. replay buffer -----------------------------------------------------------------------------

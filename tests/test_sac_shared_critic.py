@@ -279,6 +279,21 @@ def test_sync_copies_the_first_agents_critics_and_nothing_else(state):
 
 
 # --- the parts -----------------------------------------------------------------------------------
+def test_smaller_value_has_the_gradient_of_one_twin_even_at_a_tie():
+    """That of `min` is an average over the values that equal the result, or NaN where rounding leaves none."""
+
+    class Slope(eqx.Module):
+        slope: jax.Array
+
+        def __call__(self, x, action):
+            return self.slope * action[..., 0]
+
+    smaller = partial(sac.smaller_value, Slope(jnp.array([1.0, -1.0])), jnp.zeros(1))
+    for action, value, slopes in ((0.5, -0.5, [-1]), (-0.5, -0.5, [1]), (0.0, 0.0, [-1, 1])):
+        result, gradient = jax.value_and_grad(smaller)(jnp.array([action]))
+        assert result == value and gradient[0] in slopes
+
+
 def test_squashed_log_density_at_known_points():
     zero = jnp.zeros(1)
     for u, expected in ((0.0, -0.918939), (10.0, -32.30523), (-10.0, -32.30523), (20.0, -162.30523)):
