@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-LESS = jax.__version_info__ < (0, 12)  # without optimizations, jaxlib 0.12.0 computes NaN in sac_shared_critic.py
-jax.config.update("jax_disable_most_optimizations", LESS)
+jax.config.update("jax_disable_most_optimizations", True)
 # jaxlib 0.10.1 compiles twice as fast without the fusion emitters, but then results differ in the last bits between
 # programs of different length. DEFAULT, in a program's compiler options, brings them back. Scripts run with them.
 WITH_OPTION = jax.__version_info__ == (0, 10, 1)
@@ -34,4 +33,4 @@ def free_programs():
 def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", LESS)
+    jax.config.update("jax_disable_most_optimizations", True)
