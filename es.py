@@ -324,7 +324,7 @@ leaf_name = partial(keystr, simple=True, separator=".")
 
 
 def save_checkpoint(path: Path, header: dict, state: TrainState) -> None:
-    """One JSON line, then the leaves of the state [S, ...]. Written aside: at any moment the file is complete."""
+    """A JSON line, then the leaves of the state [S, ...]. Written aside: always a complete file. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         file.write(json.dumps(header).encode() + b"\n")
