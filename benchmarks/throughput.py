@@ -6,9 +6,9 @@ merl.py on grids of growing size at N = 4, in env steps per second: `world` is t
 
 sac_shared_critic.py on Spread with 3 agents, 256 rows per agent, two layers of 128: env steps and gradient steps per
 second with the joint observation for the critics and with that of the agent; a gradient step learns from the batches of
-all agents. If rejax is installed, its SAC follows with the same batch, networks, environments and normalization: one
-agent of the same team, the others push at random, its critics see what it sees. All are called in turns, and what rejax
-takes to start cancels between a short and a long run.
+all agents. If rejax is installed (0.1.3 works with gymnax 0.0.9), its SAC follows with the same batch, networks,
+environments and normalization: one agent of the same team, the others push at random, its critics see what it sees. All
+are called in turns, and what rejax takes to start cancels between a short and a long run.
 """
 
 import argparse

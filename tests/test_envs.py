@@ -4,12 +4,14 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import envs
 from envs import (
     AgentObservation,
     Coverage,
@@ -394,6 +396,7 @@ def test_observation_sizes_depend_on_neither_grid_nor_team():
 # --- 6. the start of an episode -------------------------------------------------------------------
 OPEN = Coverage(grid=6, n_agents=9, spawn_r=1, horizon=3)  # as many robots as the spawn area has cells
 WALLED = Coverage(grid=7, n_agents=16, obstacle_density=0.5)  # as many as it has cells between all its walls
+APART = Coverage(grid=9, n_agents=5, comm_r=2, spawn_r=3)  # not all start in range
 KEYS = jax.random.split(KEY, 2000)
 
 
@@ -402,8 +405,8 @@ def starts(env):
     return jax.device_get(jax.jit(jax.vmap(lambda key: env.reset(key)[1]))(KEYS))
 
 
-@pytest.mark.parametrize("env", [OPEN, WALLED])
-def test_robots_start_close_together_on_free_cells_of_their_own_and_know_each_other(env):
+@pytest.mark.parametrize("env", [OPEN, WALLED, APART])
+def test_robots_start_close_together_on_free_cells_of_their_own_and_know_where_the_others_are(env):
     state, robots = starts(env), np.arange(env.n_agents)
     assert ((state.position >= 0) & (state.position < env.grid)).all()
     assert (np.ptp(state.position, axis=1) <= 2 * env.spawn_r).all()
@@ -413,8 +416,10 @@ def test_robots_start_close_together_on_free_cells_of_their_own_and_know_each_ot
     assert not (state.wall & (owner >= 0)).any()
     belief = owner[:, None] == robots[:, None, None]
     heard = np.repeat(state.position[:, None], env.n_agents, axis=1)
-    rest, zeros = np.zeros_like(state.position), np.zeros_like(state.heard_time)
-    expected = CoverageState(state.position, rest, owner, state.wall, belief, heard, zeros, zeros[:, 0, 0])
+    rest, time = np.zeros_like(state.position), np.zeros_like(state.time)
+    distance = np.abs(state.position[:, :, None] - state.position[:, None]).max(-1)
+    heard_time = np.where(distance > env.comm_r, -1, 0).astype(np.int32)  # old news from the start, if out of range
+    expected = CoverageState(state.position, rest, owner, state.wall, belief, heard, heard_time, time)
     assert_trees_equal(state, expected)
 
 
@@ -481,9 +486,10 @@ def test_autoreset_returns_the_final_observation_and_a_fresh_episode_to_act_from
 
 @dataclass(frozen=True)
 class Counter:
-    """Two agents count to five; the rewards of a step are 1 and 3."""
+    """Two agents count to five; the rewards of a step are 1 and 3, its cost is 1."""
 
     ending: str
+    horizon: ClassVar = 8
 
     def reset(self, key):
         return AgentObservation(jnp.zeros((2, 1), int)), jnp.zeros((), int)
@@ -496,7 +502,7 @@ class Counter:
         ends = {name: (count >= 5) & (name == self.ending) for name in ("terminated", "truncated")}
         observation, reward = AgentObservation(jnp.full((2, 1), count)), jnp.array([1.0, 3.0])
         return TimeStep(
-            observation, reward, jnp.zeros(()), info={"count": 1.0 * count, "late": count > 3}, **ends
+            observation, reward, jnp.ones(()), info={"count": 1.0 * count, "late": count > 3}, **ends
         ), count
 
     def episode_summary(self, mean, last):
@@ -523,6 +529,16 @@ def test_three_episodes_of_five_steps_are_exactly_fifteen_transitions(ending):
     running = [np.arange(1, 6), (1 + np.arange(1, 6)) / 2, late, 2.0 * np.arange(1, 6)]  # each starts from zero
     for name, expected in zip(("last", "mean", "late", "episode_return"), running, strict=True):
         assert_close(figures[name][:, 0], np.tile(expected, 3))
+
+
+@pytest.mark.parametrize("ending", ["terminated", "truncated"])
+def test_evaluation_counts_no_step_after_the_end_of_an_episode(ending):
+    env = Counter(ending)
+    figures, trajectory = envs.play(env, lambda observation, key: env.sample_action(key), KEY, 2)
+    assert trajectory.tolist() == list(range(1, 9))
+    expected = {"last": 5, "mean": 3, "late": 2 / 5, "episode_return": 10, "episode_cost": 5}
+    for name in figures | expected:
+        assert_close(figures[name], [expected[name]] * 2)
 
 
 @pytest.mark.parametrize("env", [Coverage(obstacle_density=0.5), Rendezvous()])
