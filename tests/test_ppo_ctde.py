@@ -274,6 +274,7 @@ def test_normalizer_is_updated_once_per_iteration_from_raw_observations():
     np.testing.assert_allclose(metrics["ratio"], np.ones(5), atol=1e-5)
     steps = [leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.dtype == jnp.int32]
     assert steps and all(step == config.optimizer_steps == 5 for step in steps)
+    assert replace(config, num_epochs=3, num_minibatches=2).optimizer_steps == 5 * 3 * 2
     assert state.normalizer.mean.observation.shape == (2,)
     assert state.normalizer.mean.critic_observation.shape == (4,)
     # the second feature is the share of time left: 1.0, 0.9, .., 0.1 in every episode

@@ -294,6 +294,15 @@ def test_smaller_value_has_the_gradient_of_one_twin_even_at_a_tie():
         assert result == value and gradient[0] in slopes
 
 
+@pytest.mark.parametrize(("output", "log_std"), [(-100.0, -5.0), (0.0, -1.5), (100.0, 2.0)])
+def test_standard_deviations_stay_between_e_to_the_minus_5_and_e_squared(state, output, log_std):
+    actor = jax.tree.map(lambda x: x[0], state.team.actor)
+    last = jax.tree.map(jnp.zeros_like, actor.network.layers[-1])
+    last = eqx.tree_at(lambda last: last.bias, last, jnp.array([0.5, -3.0, output, output]))
+    actor = eqx.tree_at(lambda actor: actor.network.layers[-1], actor, last)
+    np.testing.assert_allclose(actor(jnp.zeros((7, 18))), np.broadcast_to([[[0.5, -3.0]], [[log_std] * 2]], (2, 7, 2)))
+
+
 def test_squashed_log_density_at_known_points():
     zero = jnp.zeros(1)
     for u, expected in ((0.0, -0.918939), (10.0, -32.30523), (-10.0, -32.30523), (20.0, -162.30523)):
