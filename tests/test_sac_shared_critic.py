@@ -13,7 +13,7 @@ from conftest import side_by_side
 from probes import PROBES, Probe
 
 import sac_shared_critic as sac
-from envs import AgentObservation, Rendezvous, Spread
+from envs import AgentObservation, Rendezvous, Spread, normalize
 from sac_shared_critic import Config
 
 SMALL = Config(
@@ -392,7 +392,8 @@ def test_actor_climbs_its_critic_and_pays_for_its_certainty(state, batch):
     agent = jax.tree.map(lambda x: x[0], state.team)._replace(log_alpha=jnp.log(0.3))
     observation = jax.tree.map(lambda x: x[:, 0], batch.observation)
     noise = jax.random.normal(key(6), (SMALL.batch_size, 2))
-    _, metrics = sac.actor_loss((agent.actor, agent.log_alpha), agent.critics.critic, observation, noise)
+    gradient = jax.jit(jax.grad(sac.actor_loss, has_aux=True))
+    (_, slope), metrics = gradient((agent.actor, agent.log_alpha), agent.critics.critic, observation, noise)
     expected = 0.0
     for b in range(SMALL.batch_size):
         action, log_prob = sac.squashed_sample(agent.actor, observation.observation[b], noise[b])
@@ -400,6 +401,17 @@ def test_actor_climbs_its_critic_and_pays_for_its_certainty(state, batch):
         value = min(each(observation.critic_input[b], action) for each in twin)
         expected += (0.3 * log_prob - value) / SMALL.batch_size
     np.testing.assert_allclose(metrics["actor_loss"], expected, rtol=1e-4)
+    np.testing.assert_allclose(slope, 0.3 * (metrics["entropy"] - -2), rtol=1e-4)  # of log_alpha, target entropy -A = -2
+
+
+def test_a_gradient_step_learns_from_normalized_rows_of_the_buffer(state):
+    after, _ = jax.jit(partial(sac.collect_and_learn, SMALL, ENV))(state, key(7))
+    *_, sample_key, update_key = jax.random.split(key(7), 4)
+    batch = sac.sample(after.buffer, sample_key, SMALL.batch_size)
+    seen, seen_next = (normalize(after.normalizer, each) for each in (batch.observation, batch.next_observation))
+    batch = batch._replace(observation=seen, next_observation=seen_next)
+    team, _ = jax.jit(partial(sac.update_team, SMALL))(state.team, update_key, batch)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), after.team, team)
 
 
 # --- replay buffer --------------------------------------------------------------------------------
