@@ -120,6 +120,15 @@ def kill_at_random(folder: Path, *argv) -> None:
     process.wait()
 
 
+def test_the_state_is_saved_after_every_so_many_iterations_and_after_the_last():
+    script, env, key, saved = MODULES["ppo_ctde"], Rendezvous(), jax.random.key(0), []
+    config = script.Config(total_timesteps=80, num_envs=2, num_steps=4, num_minibatches=1, hidden=4)
+    save = lambda i, state: saved.append((int(i), int(state.normalizer.count)))
+    script.train(config, env, script.init_state(config, env, key), key, start=1, save_fn=save, save_every=3)
+    jax.effects_barrier()
+    assert saved == [(i, 16 * i) for i in (2, 5, 8, 9)]  # 16 rows per iteration, of which the first one was left out
+
+
 def test_run_that_is_killed_twice_ends_bit_for_bit_like_one_that_never_stopped(run_of, tmp_path):
     script, whole, out = run_of["sac_shared_critic"]
     folder = tmp_path / "run"

@@ -401,7 +401,8 @@ def test_actor_climbs_its_critic_and_pays_for_its_certainty(state, batch):
         value = min(each(observation.critic_input[b], action) for each in twin)
         expected += (0.3 * log_prob - value) / SMALL.batch_size
     np.testing.assert_allclose(metrics["actor_loss"], expected, rtol=1e-4)
-    np.testing.assert_allclose(slope, 0.3 * (metrics["entropy"] - -2), rtol=1e-4)  # of log_alpha, target entropy -A = -2
+    target_entropy = -2
+    np.testing.assert_allclose(slope, 0.3 * (metrics["entropy"] - target_entropy), rtol=1e-4)  # of log_alpha
 
 
 def test_a_gradient_step_learns_from_normalized_rows_of_the_buffer(state):
