@@ -97,7 +97,7 @@ def track_episode(env, sums: EpisodeSums, time_step: TimeStep) -> tuple[Array, d
 
 def finished_episodes(done: Array, figures: dict[str, Array]) -> dict[str, Array]:
     """Mean figures of the episodes that ended, NaN if none did, and their number `episodes`. done and figures [...]"""
-    means = {name: (value * done).sum() / done.sum() for name, value in figures.items()}
+    means = {name: value.mean(where=done) for name, value in figures.items()}
     return means | {"episodes": done.sum()}
 
 
@@ -158,16 +158,17 @@ class Normalizer(NamedTuple):
 
 
 def init_normalizer(observation: AgentObservation) -> Normalizer:
-    """The identity (up to epsilon), for observations [..., N, O] or shapes of them."""
+    """The identity on [-10, 10] (up to epsilon), for observations [..., N, O] or shapes of them."""
     without_mask = observation._replace(action_mask=None)
     mean = jax.tree.map(lambda x: jnp.zeros(x.shape[-1]), without_mask)
     return Normalizer(jnp.zeros(()), mean, jax.tree.map(jnp.ones_like, mean))
 
 
 def update_normalizer(normalizer: Normalizer, observation: AgentObservation) -> Normalizer:
-    """Merge the rows of a batch [..., O] (Chan et al. 1979). A feature with a non-finite moment keeps its statistics.
+    """Merge the rows of a batch [..., O]. (Chan et al. 1979)
 
-    Means and variances instead of sums, so that float32 carries 1e9 rows.
+    Means and variances instead of sums, so that float32 carries 1e9 rows. A feature with a non-finite moment keeps its
+    statistics, which then count for these rows as well.
     """
     rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), observation._replace(action_mask=None))
     count = normalizer.count + rows.observation.shape[0]
@@ -236,9 +237,9 @@ class Coverage:
 
     Actions: stay, north, east, south, west. A move into a wall or into a cell that is occupied is masked; if two robots
     claim one free cell, the lower index gets it and the other stays. A robot covers the cell it stands on. It knows the
-    floor plan, the robots in range, the cells it covered itself, and what the robots in range knew one step ago of
-    covered cells and of the whereabouts of the others (gossip). An episode always takes `horizon` steps, since the
-    graph has to hold after the last cell as well, and ends truncated.
+    floor plan, the robots in range or in its window, the cells it covered itself, and what the robots in range knew one
+    step ago of covered cells and of the whereabouts of the others (gossip). An episode always takes `horizon` steps,
+    since the graph has to hold after the last cell as well, and ends truncated.
 
     Reward: local_ratio x (cells this robot covered first) + (1 - local_ratio) x (their mean over the team)
     + w_connectivity x (lambda_2 > 0.5). Cost: the shortfall of lambda_2 below `target_fiedler`, as a share of it.
@@ -253,7 +254,7 @@ class Coverage:
     n_agents: int = 4  # robots
     comm_r: int = 5  # radio range in king's moves
     horizon: int = 100  # steps per episode
-    spawn_r: int = 2  # the robots start within this many king's moves of a random anchor
+    spawn_r: int = 2  # the robots start in a random square of 2 spawn_r + 1 cells a side
     view_r: int = 3  # a robot sees a window of 2 view_r + 1 cells a side
     n_nearest: int = 4  # teammates listed in an observation
     obstacle_density: float = 0.0  # chance of a wall where row and column are odd: never cuts the map in two
@@ -272,7 +273,8 @@ class Coverage:
         odd = min((self.spawn_side + 1) // 2, self.grid // 2)  # rows of the spawn area that may hold walls, at most
         walls = odd**2 if self.obstacle_density > 0 else 0
         room = self.spawn_side**2 - walls
-        check_range(self, "n_agents", f"at most {room}, the cells of the spawn area", lambda value: value <= room)
+        allowed = f"at most {room}, the cells of the spawn area that are surely free"
+        check_range(self, "n_agents", allowed, lambda value: value <= room)
 
     @property
     def spawn_side(self) -> int:
@@ -280,7 +282,7 @@ class Coverage:
         return min(2 * self.spawn_r + 1, self.grid)
 
     def reset(self, key: Array) -> tuple[AgentObservation, CoverageState]:
-        """A fresh episode: every robot on a cell of its own, near a random anchor."""
+        """A fresh episode: every robot on a cell of its own, in a random square."""
         wall = jnp.zeros((self.grid, self.grid), bool)
         if self.obstacle_density > 0:
             wall_key, key = jax.random.split(key)
@@ -550,7 +552,7 @@ class Spread:
     n_agents: int = 3  # agents, and as many landmarks
     max_steps: int = 25  # steps per episode
     local_ratio: float = 0.5  # weight of collisions in the reward; the rest is for the landmarks
-    continuous_actions: bool = True  # push by a vector, or in one of four directions
+    continuous_actions: bool = True  # push by a vector, or in one of four directions or not at all
     critic_observation: bool = True  # let the critic see the joint observation
 
     def __post_init__(self):

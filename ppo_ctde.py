@@ -16,9 +16,10 @@ One iteration:
     lagrange_multiplier <- max(0, lagrange_multiplier + lagrange_lr (mean cost - cost_limit))    (dual ascent)
 
 Papers: Schulman et al. 2017 (PPO), Yu et al. 2022 (MAPPO), Ray et al. 2019 (PPO-Lagrangian). Deviations from MAPPO: no
-value normalization, no recurrence, one Adam for both networks.
+value normalization or clipping, squared error instead of the Huber loss, no recurrence, advantages normalized per
+minibatch, one Adam and one gradient norm for both networks.
 
-Axes: T steps, E environments, N agents, B batch, O/C/A sizes of observation, critic observation and action.
+Axes: S seeds, T steps, E environments, N agents, B batch, O/C/A sizes of observation, critic observation and action.
 
     python ppo_ctde.py --grid 16 --n-agents 4
 """
@@ -94,7 +95,7 @@ class Config:
     clip_eps: float = 0.2  # range of the probability ratio
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # global gradient norm
+    max_grad_norm: float = 0.5  # gradients are scaled down to this global norm
     normalize: bool = True  # scale observations by their running mean and variance
     cost_limit: float = 0.03  # mean cost per step that the multiplier tolerates
     lagrange_lr: float = 0.1  # step size of dual ascent
@@ -569,7 +570,7 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
     """
     header, state = load_checkpoint(path)
     if not 0 <= index < header["config"]["num_seeds"]:
-        raise ValueError(f"index must be below {header['config']['num_seeds']}, the seeds of {path}, got {index}")
+        raise ValueError(f"index must be in 0..{header['config']['num_seeds'] - 1}, a seed of {path}, got {index}")
     config, env = saved_task(header)
     state = jax.tree.map(lambda x: x[index], state)
 
@@ -583,13 +584,16 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
 def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
     """A fresh state around the networks of a checkpoint of one seed, or of as many as there are keys. key: [] or [S]
 
-    Raises ValueError if the architecture or the number of seeds does not fit.
+    Raises ValueError if the architecture, the number of seeds or --normalize does not fit.
     """
     keys = key.reshape(-1)
     header, saved = load_checkpoint(path, "--init-from")
     num_seeds = header["config"]["num_seeds"]
     if num_seeds not in (1, keys.size):
         raise ValueError(f"--num-seeds must be {num_seeds} as in {path}, got {keys.size}")
+    normalize = asdict(config).get("normalize")
+    if normalize != header["config"].get("normalize"):
+        raise ValueError(f"--normalize must be {not normalize} as in {path}, got {normalize}")
     init = jax.jit(each_seed(partial(init_state, config, env), keys.shape))
     check_same_shapes("--init-from", path, networks(saved), networks(jax.eval_shape(init, keys)))
     state = init(keys)
@@ -655,11 +659,12 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     first.error = parser.error = refuse
     known, _ = first.parse_known_args(argv)  # which other flags there are, and all defaults, depend on these
 
-    resume, source, saved, checkpoint = known.resume, known.resume or known.eval, {"env": known.env}, None
+    resume, source, saved, checkpoint = known.resume, known.resume or known.eval, {}, None
     if source:
-        header, _ = checkpoint = load_checkpoint(source, "--resume" if resume else "--eval")
+        flag = "--resume" if resume else "--eval"
+        header, _ = checkpoint = load_checkpoint(source, flag)
         saved = header["config"] | {"run_dir": resume, "resume": resume, "eval": "" if resume else source, "render": ""}
-    classes = Config, environments()[saved["env"]], Run
+    classes = Config, environments()[saved.get("env", known.env)], Run
     for cls in classes[:2]:
         add_flags(parser, cls)
     parser.set_defaults(**saved)
@@ -670,7 +675,7 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
         may_rise = resume and name == LENGTH
         if values[name] != saved[name] and not (may_rise and values[name] > saved[name]):
             rule = f"--{name.replace('_', '-')} must be left out{' or raised' if may_rise else ''}"
-            raise ValueError(f"{rule}, {source} has {saved[name]!r}; got {values[name]!r}")
+            raise ValueError(f"{rule}, with {flag} {source} it is {saved[name]!r}; got {values[name]!r}")
     return *(from_flags(cls, values) for cls in classes), checkpoint
 
 

@@ -20,7 +20,8 @@ Papers: Haarnoja et al. 2018 (SAC, with learned temperature), Lowe et al. 2017 (
 critics take the action of their own agent only, observations are scaled by running statistics, the global gradient norm
 is clipped, and the step size falls linearly.
 
-Axes: T steps, E environments, N agents, B batch, R buffer rows, O/C/A sizes of observation, critic observation, action.
+Axes: S seeds, T steps, E environments, N agents, B batch, R buffer rows, O/C/A sizes of observation, critic
+observation, action.
 
     python sac_shared_critic.py
 """
@@ -97,7 +98,7 @@ class Config:
     gamma: float = 0.7  # discount
     tau: float = 0.005  # share of the critics that their targets take over per gradient step
     alpha_init: float = 0.1  # temperature at the start
-    max_grad_norm: float = 10.0  # global gradient norm
+    max_grad_norm: float = 10.0  # gradients are scaled down to this global norm
     share_critic: bool = True  # learn one critic on the rows of all agents, or one per agent on its own rows
     normalize: bool = True  # scale observations by their running mean and variance
 
@@ -623,7 +624,7 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
     """
     header, state = load_checkpoint(path)
     if not 0 <= index < header["config"]["num_seeds"]:
-        raise ValueError(f"index must be below {header['config']['num_seeds']}, the seeds of {path}, got {index}")
+        raise ValueError(f"index must be in 0..{header['config']['num_seeds'] - 1}, a seed of {path}, got {index}")
     config, env = saved_task(header)
     state = jax.tree.map(lambda x: x[index], state)
 
@@ -637,13 +638,16 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
 def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> TrainState:
     """A fresh state around the networks of a checkpoint of one seed, or of as many as there are keys. key: [] or [S]
 
-    Raises ValueError if the architecture or the number of seeds does not fit.
+    Raises ValueError if the architecture, the number of seeds or --normalize does not fit.
     """
     keys = key.reshape(-1)
     header, saved = load_checkpoint(path, "--init-from")
     num_seeds = header["config"]["num_seeds"]
     if num_seeds not in (1, keys.size):
         raise ValueError(f"--num-seeds must be {num_seeds} as in {path}, got {keys.size}")
+    normalize = asdict(config).get("normalize")
+    if normalize != header["config"].get("normalize"):
+        raise ValueError(f"--normalize must be {not normalize} as in {path}, got {normalize}")
     init = jax.jit(each_seed(partial(init_state, config, env), keys.shape))
     check_same_shapes("--init-from", path, networks(saved), networks(jax.eval_shape(init, keys)))
     state = init(keys)
@@ -709,11 +713,12 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
     first.error = parser.error = refuse
     known, _ = first.parse_known_args(argv)  # which other flags there are, and all defaults, depend on these
 
-    resume, source, saved, checkpoint = known.resume, known.resume or known.eval, {"env": known.env}, None
+    resume, source, saved, checkpoint = known.resume, known.resume or known.eval, {}, None
     if source:
-        header, _ = checkpoint = load_checkpoint(source, "--resume" if resume else "--eval")
+        flag = "--resume" if resume else "--eval"
+        header, _ = checkpoint = load_checkpoint(source, flag)
         saved = header["config"] | {"run_dir": resume, "resume": resume, "eval": "" if resume else source, "render": ""}
-    classes = Config, environments()[saved["env"]], Run
+    classes = Config, environments()[saved.get("env", known.env)], Run
     for cls in classes[:2]:
         add_flags(parser, cls)
     parser.set_defaults(**saved)
@@ -724,7 +729,7 @@ def parse_settings(argv: list[str] | None) -> tuple[Config, Any, Run, Any]:
         may_rise = resume and name == LENGTH
         if values[name] != saved[name] and not (may_rise and values[name] > saved[name]):
             rule = f"--{name.replace('_', '-')} must be left out{' or raised' if may_rise else ''}"
-            raise ValueError(f"{rule}, {source} has {saved[name]!r}; got {values[name]!r}")
+            raise ValueError(f"{rule}, with {flag} {source} it is {saved[name]!r}; got {values[name]!r}")
     return *(from_flags(cls, values) for cls in classes), checkpoint
 
 

@@ -531,6 +531,12 @@ def test_three_episodes_of_five_steps_are_exactly_fifteen_transitions(ending):
         assert_close(figures[name][:, 0], np.tile(expected, 3))
 
 
+def test_running_episodes_do_not_touch_the_figures_of_finished_ones():
+    done, value = np.array([[True, False], [False, True]]), np.array([[4, np.nan], [np.inf, 2]])
+    with jax.disable_jit():  # a compiler may turn a product with zero into zero
+        assert envs.finished_episodes(jnp.asarray(done), {"x": jnp.asarray(value)}) == {"x": 3, "episodes": 2}
+
+
 @pytest.mark.parametrize("ending", ["terminated", "truncated"])
 def test_evaluation_counts_no_step_after_the_end_of_an_episode(ending):
     env = Counter(ending)

@@ -317,4 +317,6 @@ def test_warm_start_across_grid_and_team_size(tmp_path):
     taken_over = [(x.actor, x.critic, x.normalizer.mean, x.normalizer.variance) for x in (loaded, saved)]
     jax.tree.map(np.testing.assert_array_equal, *taken_over)
     assert all(not leaf.any() for leaf in jax.tree.leaves(loaded.optimizer_state))
+    with pytest.raises(ValueError, match=r"--normalize must be True as in .*, got False"):
+        ppo_ctde.init_state_from_checkpoint(replace(SMALL, normalize=False), large, jax.random.key(9), tmp_path)
     assert loaded.lagrange_multiplier == SMALL.lagrange_init and loaded.env_state.owner.shape == (4, 9, 9)

@@ -349,7 +349,7 @@ print(es.tell(theta, population, -jnp.square(population).sum(1), config)[0].toli
 # --- 7. bad input ---------------------------------------------------------------------------------
 REFUSALS = {  # what the line says: arguments
     "{flag} must be at least 1, got {value}": "--grid 0, --grid -3, --n-agents 0, --rollouts 0, --save-every 0",
-    "{flag} must be at most 25, the cells of the spawn area, got {value}": "--n-agents 26",
+    "{flag} must be at most 25, the cells of the spawn area that are surely free, got {value}": "--n-agents 26",
     "{flag} must be even and at least 2, got {value}": "--pop 7, --pop 0",
     "{flag} must be a divisor of --horizon x --rollouts = 3200, got {value}": "--num-minibatches 7",
     "{flag} must be finite and above 0, got {value}": "--sigma nan, --sigma 0.0, --lr inf",
@@ -408,18 +408,18 @@ RESUME = {
     "--resume DIR/newer": "--resume must be of format 2, DIR/newer/checkpoint.eqx is of 3: use the code that wrote it",
     "--resume DIR/merl/checkpoint.eqx": "--resume must be a writable folder: [Errno 17] File exists: "
     "'DIR/merl/checkpoint.eqx'",
-    "--resume DIR/merl --lr 0.5": "--lr must be left out, DIR/merl has 0.001; got 0.5",
-    "--resume DIR/merl --num-seeds 2": "--num-seeds must be left out, DIR/merl has 1; got 2",
-    "--resume DIR/merl --init-from DIR/other": "--init-from must be left out, DIR/merl has ''; got 'DIR/other'",
-    "--resume DIR/merl --seed 1": "--seed must be left out, DIR/merl has 0; got 1",
-    "--resume DIR/merl --grid 9": "--grid must be left out, DIR/merl has 16; got 9",
-    "--resume DIR/merl --outer 59": "--outer must be left out or raised, DIR/merl has 60; got 59",
-    "--resume DIR/merl --eval DIR/other": "--eval must be left out, DIR/merl has ''; got 'DIR/other'",
-    "--eval DIR/merl --outer 70": "--outer must be left out, DIR/merl has 60; got 70",
+    "--resume DIR/merl --lr 0.5": "--lr must be left out, with --resume DIR/merl it is 0.001; got 0.5",
+    "--resume DIR/merl --num-seeds 2": "--num-seeds must be left out, with --resume DIR/merl it is 1; got 2",
+    "--resume DIR/merl --init-from x": "--init-from must be left out, with --resume DIR/merl it is ''; got 'x'",
+    "--resume DIR/merl --seed 1": "--seed must be left out, with --resume DIR/merl it is 0; got 1",
+    "--resume DIR/merl --grid 9": "--grid must be left out, with --resume DIR/merl it is 16; got 9",
+    "--resume DIR/merl --outer 59": "--outer must be left out or raised, with --resume DIR/merl it is 60; got 59",
+    "--resume DIR/merl --eval DIR/other": "--eval must be left out, with --resume DIR/merl it is ''; got 'DIR/other'",
+    "--eval DIR/merl --outer 70": "--outer must be left out, with --eval DIR/merl it is 60; got 70",
     "--eval DIR/merl --view-r 4": "--eval must have the same architecture, DIR/merl has "
     "critic.trunk.layers.0.weight (64, 450) instead of (64, 642), "
     "policy.trunk.layers.0.weight (64, 224) instead of (64, 320)",
-    "--eval DIR/merl --run-dir DIR/new": "--run-dir must be left out, DIR/merl has ''; got 'DIR/new'",
+    "--eval DIR/merl --run-dir DIR/new": "--run-dir must be left out, with --eval DIR/merl it is ''; got 'DIR/new'",
 }
 
 

@@ -223,7 +223,7 @@ observation, _ = env.reset(jax.random.key(5))
 policy = {script}.load_policy("checkpoint.eqx", index=1)
 print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.key(6)).tolist()]))"""
     modes, sampled = json.loads(printed("-c", code, cwd=tmp_path)[0])
-    with pytest.raises(ValueError, match="index must be below 2, the seeds of"):
+    with pytest.raises(ValueError, match=r"index must be in 0\.\.1, a seed of"):
         module.load_policy(folder, index=2)
     header, state = module.load_checkpoint(folder)
     config, env = module.saved_task(header)
