@@ -513,7 +513,7 @@ def train(
     """Iterations start..stop (default: to the end) in one scan; -> (state, metrics), a scalar per metric and iteration.
 
     With keys [S] and states [S, ...], S seeds train side by side. On the host, `log_fn(i, metrics)` is called after
-    every iteration, with `non_finite` beside the metrics (see `first_non_finite`), `save_fn(i, state)` after every
+    every iteration, with `finite` beside the metrics, a flag per leaf of `networks`; `save_fn(i, state)` after every
     `save_every` and after the last. They may use NumPy but must not call JAX, which is waiting for them.
     """
     stop = config.iterations if stop is None else stop
@@ -522,7 +522,8 @@ def train(
         step = lambda state, key: train_step(config, env, state, jax.random.fold_in(key, i))
         state, metrics = each_seed(step, key.shape)(state, key)
         if log_fn is not None:
-            io_callback(log_fn, None, i, metrics | {"non_finite": first_non_finite(networks(state))}, ordered=True)
+            finite = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), networks(state))
+            io_callback(log_fn, None, i, metrics | {"finite": finite}, ordered=True)
         if save_fn is not None:
             save = partial(io_callback, save_fn, None, i, state, ordered=True)
             jax.lax.cond(((i + 1) % save_every == 0) | (i + 1 == stop), save, lambda: None)
@@ -544,12 +545,6 @@ def each_seed(function: Callable, shape: tuple[int, ...]) -> Callable:
 def networks(state: TrainState) -> dict[str, Any]:
     """What --init-from takes over from another run."""
     return {name: attrgetter(name)(state) for name in NETWORKS}
-
-
-def first_non_finite(tree: Any) -> Array:
-    """Index of the first leaf that holds a NaN or an infinity, -1 if there is none. []"""
-    broken = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
-    return jnp.where(broken.any(), broken.argmax(), -1)
 
 
 @partial(jax.jit, static_argnames=("config", "env", "episodes", "deterministic"))
@@ -629,8 +624,7 @@ def load_policy(path: str | Path, index: int = 0) -> Callable[[Any, Array | None
     state = jax.tree.map(lambda x: x[index], state)
 
     def policy(observation, key=None):
-        deterministic, key = key is None, jax.random.key(0) if key is None else key
-        return select_action(config, env, state, observation, key, deterministic)
+        return select_action(config, env, state, observation, key, deterministic=key is None)
 
     return policy
 
@@ -649,18 +643,17 @@ def init_state_from_checkpoint(config: Config, env, key: Array, path: str) -> Tr
     if normalize != header["config"].get("normalize"):
         raise ValueError(f"--normalize must be {not normalize} as in {path}, got {normalize}")
     init = jax.jit(each_seed(partial(init_state, config, env), keys.shape))
-    check_same_shapes("--init-from", path, networks(saved), networks(jax.eval_shape(init, keys)))
+    check_architecture("--init-from", path, saved, jax.eval_shape(init, keys))
     state = init(keys)
     saved = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), networks(saved), networks(state))
     state = eqx.tree_at(lambda state: jax.tree.leaves(networks(state)), state, jax.tree.leaves(saved))
     return state if key.ndim == 1 else jax.tree.map(lambda x: x[0], state)
 
 
-def check_same_shapes(flag: str, path: str, saved: Any, wanted: Any) -> None:
-    """Raise a ValueError that names the leaves [S, ...] in which two pytrees differ, for any S."""
-    saved, wanted = (
-        {leaf_name(keys): leaf.shape[1:] for keys, leaf in tree_leaves_with_path(tree)} for tree in (saved, wanted)
-    )
+def check_architecture(flag: str, path: str, saved: TrainState, wanted: TrainState) -> None:
+    """Raise a ValueError that names the leaves [S, ...] in which the networks of two states differ, for any S."""
+    leaves = (tree_leaves_with_path(networks(state)) for state in (saved, wanted))
+    saved, wanted = ({leaf_name(keys): leaf.shape[1:] for keys, leaf in pairs} for pairs in leaves)
     differing = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
     if differing:
         leaves = ", ".join(f"{name} {saved.get(name)} instead of {wanted.get(name)}" for name in differing)
@@ -772,8 +765,7 @@ class Recorder:
     def __init__(self, config: Config, env, run: Run, resumed: dict):
         """`resumed`: header of the checkpoint to go on from, or {}. Raises ValueError if --run-dir cannot be used."""
         self.config, self.env, self.run, self.folder, self.metrics_file = config, env, run, Path(run.run_dir), None
-        self.start = resumed.get("iteration", 0)
-        self.seconds = self.earlier = resumed.get("seconds", 0.0)  # of the whole run and before this process
+        self.start, self.seconds = resumed.get("iteration", 0), resumed.get("seconds", 0.0)
         values = {"env": type(env).__name__.lower()} | asdict(config) | asdict(env) | asdict(run)
         self.header = {"format": FORMAT, "script": Path(__file__).name, "config": values}
         self.saved = f"the checkpoint of iteration {self.start} is in {self.folder}" if resumed else NO_CHECKPOINT
@@ -800,35 +792,34 @@ class Recorder:
             flag = "--resume" if self.run.resume else "--run-dir"
             raise ValueError(f"{flag} must be a writable folder: {error}") from error
 
-    def begin(self, state: TrainState) -> None:
-        """Start the clock and print the header."""
-        self.started = time.perf_counter()
-        self.leaves = [leaf_name(path) for path, _ in tree_leaves_with_path(networks(state))]
-        width = 8 if self.run.num_seeds == 1 else 14
-        self.columns = {header.rjust(width): name for header, name in columns(self.env).items()}
-        print("  ".join(["iteration", "  env_steps", "  steps/s", *self.columns, "time_left"]), flush=True)
+    def start_clock(self) -> None:
+        """A resumed run goes on where its clock stood."""
+        self.started = time.perf_counter() - self.seconds
 
     def log(self, i: Array, metrics: dict) -> None:
         """A line with mean and deviation over seeds, a row per seed. Raises if a loss or a network is not finite."""
-        done, seconds, leaf = int(i) + 1, time.perf_counter() - self.started, int(metrics.pop("non_finite"))
-        steps = env_steps_per_iteration(self.config, self.env)
-        speed = (done - self.start) * steps * self.run.num_seeds / seconds
-        self.seconds = round(self.earlier + seconds, 2)
+        done, finite, steps = int(i) + 1, metrics.pop("finite"), env_steps_per_iteration(self.config, self.env)
+        self.seconds = time.perf_counter() - self.started
+        speed = done * steps * self.run.num_seeds / self.seconds
         metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}  # [S]
         for s in range(self.run.num_seeds if self.metrics_file else 0):
             row = {"seed": self.run.seed + s, "iteration": done, "env_steps": done * steps}
             row |= {name: value[s] for name, value in metrics.items()}
-            row |= {"env_steps_per_second": round(speed, 1), "seconds": self.seconds}
+            row |= {"env_steps_per_second": round(speed, 1), "seconds": round(self.seconds, 2)}
             if self.metrics_file.tell() == 0:
                 print(*row, sep=",", file=self.metrics_file)
             print(*row.values(), sep=",", file=self.metrics_file, flush=True)
-        cells = [f"{done}/{self.config.iterations}".rjust(9), f"{done * steps:>11,}", f"{speed:>9,.0f}"]
-        for header, name in self.columns.items():
+        left = datetime.timedelta(seconds=round(self.seconds / done * (self.config.iterations - done)))
+        cells = {"iteration": f"{done}/{self.config.iterations}", "  env_steps": f"{done * steps:,}"}
+        cells |= {"  steps/s": f"{speed:,.0f}"}
+        for header, name in columns(self.env).items():
             spread = f" ± {metrics[name].std():.2f}" if self.run.num_seeds > 1 else ""
-            cells.append(f"{metrics[name].mean():.2f}{spread}".rjust(len(header)))
-        left = datetime.timedelta(seconds=round(seconds / (done - self.start) * (self.config.iterations - done)))
-        print("  ".join([*cells, str(left).rjust(9)]), flush=True)
-        broken = [self.leaves[leaf]] if leaf >= 0 else []
+            cells[header.rjust(14 if spread else 8)] = f"{metrics[name].mean():.2f}{spread}"
+        cells["time_left"] = str(left)
+        if done == self.start + 1:
+            print("  ".join(cells))
+        print("  ".join(text.rjust(len(header)) for header, text in cells.items()), flush=True)
+        broken = [leaf_name(path) for path, is_finite in tree_leaves_with_path(finite) if not is_finite]
         broken += [name for name, value in metrics.items() if name.endswith("loss") and not np.isfinite(value).all()]
         if broken:
             raise FloatingPointError(f"{broken[0]} is not finite")
@@ -849,7 +840,7 @@ def prepare(argv: list[str] | None) -> tuple[Recorder, TrainState]:
         init = jax.jit(each_seed(partial(init_state, config, env), init_key.shape))
         if checkpoint:
             header, state = checkpoint
-            check_same_shapes("--eval", run.eval, networks(state), networks(jax.eval_shape(init, init_key)))
+            check_architecture("--eval", run.eval, state, jax.eval_shape(init, init_key))
         elif run.init_from:
             state = init_state_from_checkpoint(config, env, init_key, run.init_from)
         else:
@@ -877,7 +868,7 @@ def train_and_evaluate(recorder: Recorder, state: TrainState) -> None:
         save = {"save_fn": recorder.save, "save_every": run.save_every} if run.run_dir else {}
         compiled = train.lower(config, env, state, train_key, start=start, log_fn=recorder.log, **save).compile()
         print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-        recorder.begin(state)
+        recorder.start_clock()
         state, _ = jax.block_until_ready(compiled(state, train_key))
         jax.effects_barrier()
 

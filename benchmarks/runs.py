@@ -73,8 +73,7 @@ def callbacks(folder: Path) -> None:
     init_key, train_key, _ = run.keys()
     state = jax.vmap(lambda key: ppo_ctde.init_state(config, env, key))(init_key)
     recorder = ppo_ctde.Recorder(config, env, run, {})
-    with contextlib.redirect_stdout(io.StringIO()):
-        recorder.begin(state)
+    recorder.start_clock()
     hooks = {"log_fn": recorder.log, "save_fn": recorder.save, "save_every": run.save_every}
     programs = [ppo_ctde.train.lower(config, env, state, train_key, **each).compile() for each in (hooks, {})]
     ratios = []

@@ -38,7 +38,7 @@ SCRIPTS = [name for name, module in MODULES.items() if hasattr(module, "Config")
 TASKS = [(script, name) for script in SCRIPTS for name in MODULES[script].environments()]
 REQUIREMENTS = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines()]
 SHARED = {  # Copied on purpose, so that a script stands alone: a change to one copy is a change to all.
-    "es merl ppo_ctde sac_shared_critic": "linear train each_seed networks first_non_finite",
+    "es merl ppo_ctde sac_shared_critic": "linear train each_seed networks",
     "merl ppo_ctde sac_shared_critic": "make_optimizer evaluate",
     "merl ppo_ctde": "Trunk Critic small_linear compute_gae minibatch_rows",
     "ppo_ctde sac_shared_critic": "perceive env_steps_per_iteration",
@@ -185,7 +185,7 @@ def test_ci_runs_the_linter_and_the_test_command_of_the_readme(tmp_path):
     [ "$2" != venv ] || {{ mkdir "$3/bin"; for tool in pip ruff pytest; do cp "$0" "$3/bin/$tool"; done; }}""")
     stub.chmod(0o755)
     subprocess.run(ROOT / ".ci" / "run", env=os.environ | {"PYTHON": str(stub)}, check=True)
-    linter = ["pip install --quiet ruff matplotlib", "ruff check .", "ruff format --check ."]
+    linter = ["pip install --quiet ruff matplotlib pytest-xdist", "ruff check .", "ruff format --check ."]
     assert calls.read_text().splitlines()[1:] == [*linter, "pip install -r requirements.txt", "pytest "]
 
 

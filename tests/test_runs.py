@@ -262,18 +262,30 @@ def test_drawing(env, tmp_path):
 # --- lines and failure --------------------------------------------------------------------------------------
 def test_line_shows_speed_and_time_left_and_a_loss_that_is_not_finite_ends_the_run(continued, capsys, monkeypatch):
     module = MODULES[continued[0]]
-    header, state = module.load_checkpoint(continued[1])
-    config, env = module.saved_task(header)
-    recorder = module.Recorder(config, env, module.Run(num_seeds=2), {})
-    clock = iter([10.0, 12.0, 14.0])
+    config, env = module.saved_task(module.load_checkpoint(continued[1])[0])
+    clock = iter([10.0, 12.0, 14.0, 30.0, 31.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    recorder.begin(state)
     metrics = {name: np.ones(2) for name in (*module.columns(env).values(), "value_loss")}
-    recorder.log(np.array(0), metrics | {"non_finite": np.array(-1)})
-    cells = capsys.readouterr().out.splitlines()[1].split()
+    finite = {"actor": np.array(True), "critic": np.array(True)}
+
+    recorder = module.Recorder(config, env, module.Run(num_seeds=2), {})
+    recorder.start_clock()
+    recorder.log(np.array(0), metrics | {"finite": finite})
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["iteration", "env_steps", "steps/s"] and header.split()[-1] == "time_left"
+    cells = line.split()
     assert cells[:3] == ["1/200", "8", "8"] and cells[-1] == "0:06:38"  # 2 seeds x 8 steps in 2 of 400 s
     with pytest.raises(FloatingPointError, match=r"^value_loss is not finite$"):
-        recorder.log(np.array(1), metrics | {"non_finite": np.array(-1), "value_loss": np.array([1.0, np.nan])})
+        recorder.log(np.array(1), metrics | {"finite": finite, "value_loss": np.array([1.0, np.nan])})
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+    resumed = module.Recorder(config, env, module.Run(num_seeds=2), {"iteration": 99, "seconds": 49.0})
+    resumed.start_clock()
+    with pytest.raises(FloatingPointError, match=r"^critic is not finite$"):
+        resumed.log(np.array(99), metrics | {"finite": finite | {"critic": np.array(False)}})
+    _, line = capsys.readouterr().out.splitlines()
+    cells = line.split()
+    assert cells[:3] == ["100/200", "800", "32"] and cells[-1] == "0:00:50"  # 100 of 200 iterations in 49 + 1 s
 
 
 def test_run_stops_where_a_parameter_is_not_finite_and_keeps_the_checkpoint_before(tmp_path):
