@@ -223,8 +223,9 @@ observation, _ = env.reset(jax.random.key(5))
 policy = {script}.load_policy("checkpoint.eqx", index=1)
 print(json.dumps([policy(observation).tolist(), policy(observation, jax.random.key(6)).tolist()]))"""
     modes, sampled = json.loads(printed("-c", code, cwd=tmp_path)[0])
-    with pytest.raises(ValueError, match=r"index must be in 0\.\.1, a seed of"):
-        module.load_policy(folder, index=2)
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=rf"index must be in 0\.\.1, a seed of .*, got {index}$"):
+            module.load_policy(folder, index=index)
     header, state = module.load_checkpoint(folder)
     config, env = module.saved_task(header)
     trained = jax.tree.map(lambda x: x[1], state)
@@ -259,30 +260,33 @@ def test_drawing(env, tmp_path):
     assert pictures[0][:4] == b"\x89PNG" and pictures[0] != pictures[1]
 
 
-# --- lines and failure --------------------------------------------------------------------------------------
-def test_line_shows_speed_and_time_left_and_a_loss_that_is_not_finite_ends_the_run(continued, capsys, monkeypatch):
+# --- lines and failure ----------------------------------------------------------------------------
+def test_line_shows_speed_and_time_left_and_a_loss_that_is_not_finite_ends_the_run(
+    continued, tmp_path, capsys, monkeypatch
+):
     module = MODULES[continued[0]]
     config, env = module.saved_task(module.load_checkpoint(continued[1])[0])
     clock = iter([10.0, 12.0, 14.0, 30.0, 31.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    metrics = {name: np.ones(2) for name in (*module.columns(env).values(), "value_loss")}
+    values = {name: np.ones(2) for name in (*module.columns(env).values(), "value_loss")}
     finite = {"actor": np.array(True), "critic": np.array(True)}
 
-    recorder = module.Recorder(config, env, module.Run(num_seeds=2), {})
+    recorder = module.Recorder(config, env, module.Run(num_seeds=2, run_dir=str(tmp_path)), {})
     recorder.start_clock()
-    recorder.log(np.array(0), metrics | {"finite": finite})
+    recorder.log(np.array(0), values | {"finite": finite})
+    assert [(row["seed"], row["iteration"]) for row in metrics(tmp_path)] == [("0", "1"), ("1", "1")]  # flushed
     header, line = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["iteration", "env_steps", "steps/s"] and header.split()[-1] == "time_left"
     cells = line.split()
     assert cells[:3] == ["1/200", "8", "8"] and cells[-1] == "0:06:38"  # 2 seeds x 8 steps in 2 of 400 s
     with pytest.raises(FloatingPointError, match=r"^value_loss is not finite$"):
-        recorder.log(np.array(1), metrics | {"finite": finite, "value_loss": np.array([1.0, np.nan])})
+        recorder.log(np.array(1), values | {"finite": finite, "value_loss": np.array([1.0, np.nan])})
     assert len(capsys.readouterr().out.splitlines()) == 1
 
     resumed = module.Recorder(config, env, module.Run(num_seeds=2), {"iteration": 99, "seconds": 49.0})
     resumed.start_clock()
     with pytest.raises(FloatingPointError, match=r"^critic is not finite$"):
-        resumed.log(np.array(99), metrics | {"finite": finite | {"critic": np.array(False)}})
+        resumed.log(np.array(99), values | {"finite": finite | {"critic": np.array(False)}})
     _, line = capsys.readouterr().out.splitlines()
     cells = line.split()
     assert cells[:3] == ["100/200", "800", "32"] and cells[-1] == "0:00:50"  # 100 of 200 iterations in 49 + 1 s
