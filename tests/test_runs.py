@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -290,6 +291,24 @@ def test_line_shows_speed_and_time_left_and_a_loss_that_is_not_finite_ends_the_r
     _, line = capsys.readouterr().out.splitlines()
     cells = line.split()
     assert cells[:3] == ["100/200", "800", "32"] and cells[-1] == "0:00:50"  # 100 of 200 iterations in 49 + 1 s
+
+
+def test_a_single_weight_that_is_not_finite_marks_its_leaf_and_no_other():
+    """es.py does not spread it: a step moves every parameter on its own."""
+    script, env, key, seen = MODULES["es"], Coverage(grid=4, n_agents=2, horizon=4), jax.random.key(0), []
+    config = script.Config(generations=1, rollouts=2, pop=2, hidden=4)
+    state = script.init_state(config, env, key)
+    state = eqx.tree_at(lambda state: state.policy.head.weight, state, replace_fn=lambda x: x.at[0, 0].set(np.inf))
+    script.train(config, env, state, key, log_fn=lambda i, metrics: seen.append(metrics["finite"]))
+    jax.effects_barrier()
+    (finite,) = seen
+    flags = {script.leaf_name(path): bool(flag) for path, flag in jax.tree_util.tree_leaves_with_path(finite)}
+    assert flags == {
+        "policy.hidden.weight": True,
+        "policy.hidden.bias": True,
+        "policy.head.weight": False,
+        "policy.head.bias": True,
+    }
 
 
 def test_run_stops_where_a_parameter_is_not_finite_and_keeps_the_checkpoint_before(tmp_path):
