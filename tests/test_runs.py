@@ -140,6 +140,7 @@ def test_run_that_is_killed_twice_ends_bit_for_bit_like_one_that_never_stopped(r
     resumed = printed(f"{script}.py", "--resume", folder)
     assert outcome(folder, script) == outcome(whole, script)
     assert evaluation(resumed) == evaluation(out)
+    assert resumed[0].startswith(f"{ITERATIONS} iterations of ")  # and no longer than before
     seconds = [float(row["seconds"]) for row in metrics(folder)]
     assert seconds == sorted(seconds)  # the clock goes on
 
